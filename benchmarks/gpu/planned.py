@@ -28,7 +28,7 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import decode_plan, encode
-from megatron_dynapipe.tools.rivals.methods import PACKED_METHODS, Longest, method_settings
+from megatron_dynapipe.tools.rivals.methods import TRAINERS, Longest, method_settings
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
 
 PLANNED, ROWS = "planned", "rows"
@@ -200,7 +200,7 @@ def fastest_rows(
     fastest: tuple[str, PlannerSettings, IterationPlan] | None = None
     refusal: PlanningError | None = None
     for pipeline in by_hand(settings, cost_model, case.lengths):
-        for method in PACKED_METHODS:
+        for method in TRAINERS:
             of_method = method_settings(method, longest, pipeline)
             try:
                 plan = planner_of(of_method, cost_model).plan(case.lengths, 0)

@@ -19,15 +19,21 @@ import argparse
 import json
 import math
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import charts
 from benchmarks.common import markdown, number
+from benchmarks.planning import dynamic_cp
 from benchmarks.planning.cases import COSTS, recorded_batches
-from benchmarks.planning.full import answer
-from megatron_dynapipe.tools.rivals.methods import TRAINERS
+from benchmarks.planning.full import answer, arguments, write
+from megatron_dynapipe.cli.main import build_parser
+from megatron_dynapipe.tools.rivals.methods import TRAINERS as ROWS
+
+TRAINERS = (*ROWS, dynamic_cp.NAME)
+"""Those of `compare`, and Megatron-LM's that spreads samples over replicas."""
 
 SETTINGS = ("gpt:1,1,8", "gpt:1,2,4", "gpt:2,1,4", "gpt:4,2,4", "t5:1,1,8", "t5:1,2,4")
 NAMES = {"gpt": "GPT", "t5": "T5 11B", "gpt-llama-8b": "LLaMA 3 8B", "gpt-qwen-7b": "Qwen 2.5 7B"}
@@ -54,12 +60,30 @@ def main() -> None:
                 asked = {"model": setting.partition(":")[0].partition("-")[0], "max_seq_len": length, "tokens": 65_536}
                 chosen = [batch for batch in every if batch.items() >= asked.items()]
                 compared = answer("compare", setting, chosen, length, [], device)
+                _add_dynamic_cp(compared, setting, chosen, device)
                 row = dict(zip(ABOUT, (device, setting, args.labels, length), strict=True)) | figures(compared)
                 print("| " + " | ".join(cells(row)) + " |", flush=True)
                 if args.output:
                     keep(row, args.output)
     if args.output:
         draw(json.loads((args.output / "rivals.json").read_text()), args.output / "rivals.png")
+
+
+def _add_dynamic_cp(compared: dict[str, Any], setting: str, batches: list[dict[str, Any]], device: str) -> None:
+    """Put the row that `compare` has not to what it printed."""
+    model, _, layout = setting.partition(":")
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "batches.json"
+        write(path, batches)
+        _, _, command, *words = arguments("compare", model, layout, path, device)
+        times = dynamic_cp.milliseconds(build_parser(command).parse_args([command, *words, "--virtual-stages", "1"]))
+    ratios = []
+    for batch, ms in zip(compared["batches"], times, strict=True):
+        batch["methods"][dynamic_cp.NAME] = {"ms": ms}
+        if ms and (plan := batch["methods"]["dynapipe"].get("ms")):
+            ratios.append(ms / plan)
+    if ratios:
+        compared["methods"]["dynapipe"]["geomean_over"][dynamic_cp.NAME] = statistics.geometric_mean(ratios)
 
 
 def figures(compared: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from benchmarks.planning.dp_balanced import DpBalanced
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
@@ -90,6 +91,12 @@ def _baseline(algorithm: PartitionAlgorithm, *, to_maximum: bool = False) -> Set
     return settings
 
 
+def _dp_balanced(run: PlannerSettings, longest: Longest) -> PlannerSettings:
+    rows = DpBalanced(longest=longest[0])
+    schedule = ScheduleSettings(method="1f1b")
+    return msgspec.structs.replace(run, partition=rows, schedule=schedule, micro_batch_layouts=PACKED)
+
+
 def _rows(algorithm: PartitionAlgorithm, *, joins: bool = False, chunks: int = 1) -> Method:
     return Method(planner=_baseline(algorithm, to_maximum=True), joins=joins, chunks=chunks)
 
@@ -103,7 +110,7 @@ METHODS: dict[str, Method] = {
     "planned_interleaved": Method(planner=_planned(*BatchLayout), plans_split=True, chunks=2),
     "packed_rows": _rows(PartitionAlgorithm.PACKED_ROWS),
     "packed_rows_interleaved": _rows(PartitionAlgorithm.PACKED_ROWS, chunks=2),
-    "dp_balanced": _rows(PartitionAlgorithm.DP_BALANCED),
+    "dp_balanced": Method(planner=_dp_balanced),
     "verl": _rows(PartitionAlgorithm.VERL),
     "slime": _rows(PartitionAlgorithm.SLIME),
     "packing": _rows(PartitionAlgorithm.PADDING, joins=True),

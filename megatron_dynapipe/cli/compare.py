@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     described = describe_cluster(args, settings)
     entries: list[dict[str, Any]] = []
     for batch in with_progress(batches, unit="batches"):
-        longest = _longest(args, batch, batches)
+        longest = longest_rows(args, batch, batches)
         methods = {method: _predict(method, batch, longest, settings, cost_model) for method in METHODS}
         entries.append({"id": batch.id, "methods": methods})
         if not args.json:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned else 1
 
 
-def _longest(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBatch]) -> Longest:
+def longest_rows(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBatch]) -> Longest:
     """The lengths of padded and packed rows: the batch's maximum length, else the longest sample of all batches.
 
     Raises:

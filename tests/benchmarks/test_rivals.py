@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planning.rivals import ABOUT, cells, draw, figures, keep
-from megatron_dynapipe.tools.rivals.methods import TRAINERS
+from benchmarks.planning.rivals import ABOUT, TRAINERS, cells, draw, figures, keep
 
 
 def batch(plan: float | None, limit: float | None, **others: float) -> dict[str, Any]:

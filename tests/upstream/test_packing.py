@@ -1,7 +1,6 @@
 """Rows of other trainers held against their own code, of checkouts that are named: thousands of random batches each.
 
-    MEGATRON_CHECKOUT=… VERL_CHECKOUT=… SLIME_CHECKOUT=… NEMO_RL_CHECKOUT=… \\
-        python -m pytest tests/upstream/test_packing.py
+    MEGATRON_CHECKOUT=… VERL_CHECKOUT=… SLIME_CHECKOUT=… python -m pytest tests/upstream/test_packing.py
 
 Files of a checkout are executed with everything that they import of their own package, and do not need, left out.
 """
@@ -17,9 +16,10 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from benchmarks.planning.dp_balanced import dp_balanced
+from benchmarks.planning.dynamic_cp import dynamic_cp
 from megatron_dynapipe.core.errors import PlanningError
-from megatron_dynapipe.tools.rivals.dynamic_cp import dynamic_cp
-from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, Room, Rows
+from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, Rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CASES = 3000
@@ -62,7 +62,7 @@ def held(rival: str, upstream: Callable[[list[int], Room], Rows | None], *, in_o
         expected = upstream(lengths, room)
         if expected is None:
             continue
-        found = (RIVALS | PADDED)[rival](lengths, room)
+        found = (RIVALS | {"dp_balanced": dp_balanced})[rival](lengths, room)
         by_replica = [[found[r :: room.replicas], expected[r :: room.replicas]] for r in range(room.replicas)]
         for own, other in by_replica:
             assert (own if in_order else sorted(map(sorted, own))) == (
@@ -159,18 +159,3 @@ def test_slime() -> None:
         return [row for across in zip(*columns, strict=True) for row in across]
 
     held("slime", rows, in_order=False)
-
-
-def test_nemo_rl() -> None:
-    """Modified first fit decreasing, to a multiple."""
-    packing = loaded("NEMO_RL_CHECKOUT", "nemo_rl/data/packing/algorithms.py")
-
-    def rows(lengths: list[int], room: Room) -> Rows | None:
-        packer = packing.ModifiedFirstFitDecreasingPacker(room.positions, bin_count_multiple=room.replicas * room.group)
-        try:
-            found: Rows = packer.pack(lengths)
-        except ValueError:
-            return None
-        return found
-
-    held("nemo_rl", rows)

@@ -2,11 +2,7 @@
 
     dynapipe            the planner: padded or packed micro-batches, as the settings allow
     packed_rows         rows of the maximum length, attention kept apart, filled first fit decreasing
-    dp_balanced         rows as Megatron-LM's own scheduler packs them (`tools.rivals.rules`)
-    default_dynamic_cp  rows as that of Megatron-LM's dev branch divides them over replicas (`tools.rivals.dynamic_cp`)
-    verl, slime         rows as these trainers pack them
-    nemo_rl             rows as NeMo-RL packs them, padded to the longest (`tools.rivals.padded_rows`)
-    megatron_fixed_shape  rows of Megatron-LM's scheduler, padded to the most positions
+    verl, slime         rows as these trainers pack them (`tools.rivals.rules`)
     bridge              rows of 8,192 positions, first fit decreasing, as Megatron-Bridge packs a dataset beforehand
     token_based         sorted, a fixed number of padded positions to a micro-batch
     uniform             sorted, a fixed number of samples to a micro-batch
@@ -40,18 +36,14 @@ from megatron_dynapipe.core.units import (
 )
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.rivals.dynamic_cp import fastest_run
 from megatron_dynapipe.tools.rivals.packed import pack
-from megatron_dynapipe.tools.rivals.padded_rows import fastest_padded
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
-from megatron_dynapipe.tools.rivals.rules import PADDED, RIVALS, row_sizes
+from megatron_dynapipe.tools.rivals.rules import RIVALS
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 
 BRIDGE = "bridge"
 BRIDGE_ROW = 8192
-PACKED_METHODS = ("packed_rows", *RIVALS, BRIDGE)
-DYNAMIC_CP = "default_dynamic_cp"
-TRAINERS = (*PACKED_METHODS, *PADDED, DYNAMIC_CP)
+TRAINERS = ("packed_rows", *RIVALS, BRIDGE)
 METHODS = ("dynapipe", *TRAINERS, "token_based", "uniform", "packing", "padding")
 
 
@@ -101,8 +93,6 @@ def predict_fastest(
     predictions: list[Prediction] = []
     error: PlanningError | None = None
     for pipeline in by_hand(settings, cost_model, batch):
-        if method == DYNAMIC_CP and pipeline.chunks > 1:
-            break
         try:
             predictions.append(predict(method, batch, longest, pipeline, cost_model))
         except PlanningError as refusal:
@@ -129,8 +119,6 @@ def predict(
         DataError: a sample is longer than what it is to be padded to.
         ConfigError: a sample is longer than a row.
     """
-    if method == DYNAMIC_CP or method in PADDED:
-        return _predict_rows(method, batch, longest, settings, cost_model)
     planned = rows_of_longest(batch, longest, settings.model.family) if method == "packing" else batch
     planner = planner_of(method_settings(method, longest, settings), cost_model)
     plan = planner.plan(planned, 0)
@@ -140,30 +128,6 @@ def predict(
     bounds = limits(planner, planned, plan)
     causes = bounds.causes(plan.totals.predicted_ns)
     return msgspec.structs.replace(prediction, of_limits=causes, limits=bounds.milliseconds())
-
-
-def _predict_rows(
-    method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
-) -> Prediction:
-    """Rows that are no plan, of the best size; `default_dynamic_cp`'s hold the longest sample over all replicas."""
-    planner = planner_of(method_settings("packed_rows", longest, settings), cost_model)
-    samples = planner.samples(batch)
-    lengths = (samples.input_positions + samples.target_positions).tolist()
-    most = max(longest.inputs, *lengths)
-    if method == DYNAMIC_CP:
-        ranks = 1 << (settings.data_parallel.bit_length() - 1)
-        run = fastest_run(planner, samples, row_sizes(lengths, most, ranks))
-    else:
-        run = fastest_padded(method, planner, samples, row_sizes(lengths, most, 1))
-    return Prediction(
-        ms=run.makespan_ns / 1e6,
-        tokens_per_second=batch.tokens / run.makespan_ns * 1e9,
-        peak_memory_mb=max(max(schedule.peak_bytes) for schedule in run.schedules) / BYTES_PER_MB,
-        padding_efficiency=min(batch.tokens / sum(shape.positions for shape in run.shapes), 1.0),
-        micro_batches=len(run.shapes),
-        shapes=len(set(run.shapes)),
-        idle=idle_share(tuple(events for schedule in run.schedules for events in schedule.timeline), run.makespan_ns),
-    )
 
 
 def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:
@@ -191,7 +155,7 @@ def method_settings(method: str, longest: Longest, settings: PlannerSettings) ->
     if method == "dynapipe":
         return replace(settings, partition=None)
     settings = replace(settings, slices="off")
-    if method in PACKED_METHODS:
+    if method in TRAINERS:
         if method == BRIDGE:
             row = Longest(max(longest.inputs, BRIDGE_ROW), longest.targets and max(longest.targets, BRIDGE_ROW))
             partition = _with_longest(PartitionAlgorithm.PACKED_ROWS, row)

@@ -14,7 +14,7 @@ from megatron_dynapipe.core.errors import ConfigError, PlanningError
 from megatron_dynapipe.core.partition import OrderedPartitions, Partition
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout
-from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, row_sizes
+from megatron_dynapipe.tools.rivals.rules import Room, Rule, row_sizes
 
 _Rows = list[IntArray]
 
@@ -41,23 +41,25 @@ def joined(rows: _Rows, rows_each: int | None) -> Iterator[_Rows]:
         yield [np.concatenate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def rows_of_rival(problem: BatchProblem, rival: str, longest_input: int, hidden_size: int) -> Iterator[_Rows]:
-    """The rival's micro-batches, for rows of several sizes; slime's may be shorter than the longest sample.
+def rows_of_rule(
+    problem: BatchProblem, rule: Rule, longest_input: int, hidden_size: int, *, parts: int = 1
+) -> Iterator[_Rows]:
+    """The rule's micro-batches, for rows of several sizes, the first of which is such a part of the longest sample.
 
     Raises:
-        PlanningError: its rule does not serve these replicas.
+        PlanningError: the rule does not serve these replicas.
     """
     lengths = (problem.input_positions + problem.target_positions).tolist()
     group = problem.layout.stages if problem.layout.chunks > 1 else 1
     last = None
-    for size in row_sizes(lengths, max(longest_input, *lengths), 8 if rival == "slime" else 1):
-        rows = RIVALS[rival](lengths, Room(size, problem.replicas, group, hidden_size))
+    for size in row_sizes(lengths, max(longest_input, *lengths), parts):
+        rows = rule(lengths, Room(size, problem.replicas, group, hidden_size))
         if rows and rows != last:
             yield [np.array(row, np.int64) for row in rows]
             last = rows
     if last is None:
         of = f"a multiple of {problem.replicas * group} micro-batches of {len(lengths)} samples"
-        raise PlanningError(f"{rival} cannot make {of}", hint="use larger global batches or fewer replicas")
+        raise PlanningError(f"{rule.__name__} cannot make {of}", hint="use larger global batches or fewer replicas")
 
 
 def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:

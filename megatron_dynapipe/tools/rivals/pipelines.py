@@ -5,7 +5,7 @@ by work    4 5 5 2               the busiest virtual stage has the least work; t
            2 2 2 2 | 2 3 3 0     with two virtual stages of each rank
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_dynapipe.choosing.evenest import evenest
@@ -18,16 +18,18 @@ CHUNKS = (1, 2, 4)
 """Virtual stages of a rank."""
 
 
-def by_hand(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> Iterator[PlannerSettings]:
-    """The settings with each number of virtual stages and each split.
+def by_hand(
+    settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch, *, chunks: Sequence[int] = CHUNKS
+) -> Iterator[PlannerSettings]:
+    """The settings with each of these numbers of virtual stages and each split.
 
     Raises:
         CostModelError: the cost model has no table that the settings ask for.
     """
     layers = settings.model.layers
     work = least_work(settings, cost_model, replace(batch, labels=None))  # others run all positions
-    for chunks in CHUNKS[:1] if settings.pipeline_parallel == 1 else CHUNKS:
-        stages = settings.pipeline_parallel * chunks
+    for count in (1,) if settings.pipeline_parallel == 1 else chunks:
+        stages = settings.pipeline_parallel * count
         if stages > layers:
             return
         equal = even_layer_split(layers, stages)

@@ -1,26 +1,21 @@
 """Rows of samples as other trainers pack them today, by their own rules, to compare with.
 
-dp_balanced  Megatron-LM's packing scheduler (`DpBalancedScheduler` in core/datasets/data_schedule.py, commit
-             d48bd6be, dev): next fit in the given order; single samples leave the last rows until the number of rows
-             is a multiple of the replicas (and of the stages, with virtual ones)
 verl         verl-project/verl (`rearrange_micro_batches` in verl/utils/seqlen_balancing.py, 1dda039b): samples are
              divided by work over replicas, then over as many micro-batches as hold a replica's tokens; light
              micro-batches at both ends
 slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624b824a) with `balance_by_flops`:
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
-nemo_rl      NVIDIA-NeMo/RL (`ModifiedFirstFitDecreasingPacker` in nemo_rl/data/packing/algorithms.py, 7ea279ab):
-             modified first fit decreasing, then last samples of the rows that have most move to rows of their own;
-             under pipelines every row is padded to the longest (`tools.rivals.padded_rows`)
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
 micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
-`tests/upstream/test_packing.py` holds them against these files.
-Megatron-LM's `default_dynamic_cp`, whose rows lie on several replicas, is in `tools.rivals.dynamic_cp`.
+`tests/upstream/test_packing.py` compares them with these files. Rules that these two beat, or that train on no replica
+alone, are in `benchmarks/planning`.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 Rows = list[list[int]]
 
@@ -42,27 +37,6 @@ class Room(NamedTuple):
     replicas: int
     group: int
     hidden_size: int
-
-
-def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:
-    """Next fit in the given order, to a multiple of the replicas by moving last samples to rows of their own."""
-    rows: Rows = [[]]
-    used = 0
-    for sample, length in enumerate(lengths):
-        if rows[-1] and used + length > room.positions:
-            rows.append([])
-            used = 0
-        rows[-1].append(sample)
-        used += length
-    multiple = room.replicas * room.group
-    giver = len(rows) - 1
-    while len(rows) % multiple:
-        while giver >= 0 and len(rows[giver]) == 1:
-            giver -= 1
-        if giver < 0:
-            return []
-        rows.append([rows[giver].pop()])
-    return rows
 
 
 def verl(lengths: Sequence[int], room: Room) -> Rows:
@@ -123,77 +97,18 @@ def _halves(row: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list
     return halves
 
 
-def nemo_rl(lengths: Sequence[int], room: Room) -> Rows:
-    """Modified first fit decreasing (Johnson and Garey, 1985), to a multiple of the replicas.
+class Rule(Protocol):
+    """Samples' lengths and the room for them → rows."""
 
-    Samples of over half a row have one each, then of over a third are put to them, then pairs of over a sixth, the rest
-    where it fits, and what is left into the emptiest of further rows.
-    """
-    most = room.positions
-    descending = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
-    large = [sample for sample in descending if lengths[sample] > most / 2]
-    medium = [sample for sample in descending if most / 3 < lengths[sample] <= most / 2]
-    others = sorted(set(descending) - {*large, *medium}, key=lambda sample: (lengths[sample], sample))
-    small = [sample for sample in others if lengths[sample] > most / 6]
-    tiny = others[: len(others) - len(small)]
-    rows = [[sample] for sample in large]
-    free = [most - lengths[sample] for sample in large]
+    __name__: str
 
-    def put(row: int, sample: int, of: list[int]) -> None:
-        of.remove(sample)
-        rows[row].append(sample)
-        free[row] -= lengths[sample]
-
-    def largest(of: Iterable[int], room_left: int) -> int | None:
-        return next((sample for sample in of if lengths[sample] <= room_left), None)
-
-    for row in range(len(rows)):
-        sample = largest(medium, free[row])
-        if sample is not None:
-            put(row, sample, medium)
-    for row in reversed(range(len(rows))):
-        if len(rows[row]) == 1 and len(small) > 1 and lengths[small[0]] + lengths[small[1]] <= free[row]:
-            put(row, small[0], small)
-            sample = largest(reversed(small), free[row])
-            if sample is not None:
-                put(row, sample, small)
-    rest = sorted([*medium, *small, *tiny], key=lambda sample: -lengths[sample])
-    for row in range(len(rows)):
-        while (sample := largest(rest, free[row])) is not None:
-            put(row, sample, rest)
-    emptiest: list[tuple[int, int, list[int]]] = []  # positions, of equal ones the first to have as many, samples
-    for number, sample in enumerate(rest):
-        used = 0
-        samples: list[int] = []
-        if emptiest and emptiest[0][0] + lengths[sample] <= most:
-            used, _, samples = heapq.heappop(emptiest)
-        heapq.heappush(emptiest, (used + lengths[sample], number, [*samples, sample]))
-    rows += [samples for *_, samples in sorted(emptiest)]
-    return _to_multiple(rows, room.replicas * room.group)
+    def __call__(self, lengths: Sequence[int], room: Room, /) -> Rows:
+        """Indices of each row's samples; no row where the rule does not serve these replicas."""
+        ...
 
 
-def _to_multiple(rows: Rows, multiple: int) -> Rows:
-    """The rows and as many more as make a multiple, of last samples of those that have most; none where too few do."""
-    givers = sorted(range(len(rows)), key=lambda row: (-len(rows[row]), -row))
-    more: Rows = []
-    while (len(rows) + len(more)) % multiple:
-        while givers and len(rows[givers[0]]) == 1:
-            del givers[0]
-        if not givers:
-            return []
-        more.append([rows[givers[0]].pop()])
-    return rows + more
-
-
-Rival = Callable[[Sequence[int], Room], Rows]
-RIVALS: dict[str, Rival] = {
-    "dp_balanced": dp_balanced,
-    "verl": verl,
-    "slime": slime,
-}
-"""By the names under which `compare` and training know them."""
-PADDED: dict[str, Rival] = {"nemo_rl": nemo_rl, "megatron_fixed_shape": dp_balanced}
-"""Those whose rows are padded to one length, which `compare` predicts."""
+RIVALS: dict[str, Rule] = {"verl": verl, "slime": slime}
+"""By the names under which `compare` knows them."""
 
 
 def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]:
@@ -223,6 +138,12 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
     Returns:
         Indices of each part's items, ascending.
     """
+    return [[*items] for items in _differenced(tuple(work), parts, equal_counts)]
+
+
+@lru_cache(maxsize=4096)
+def _differenced(work: tuple[int, ...], parts: int, equal_counts: bool) -> tuple[tuple[int, ...], ...]:
+    """`differencing`, of which neighbouring sizes of rows ask the same."""
     ascending = sorted(range(len(work)), key=lambda item: (work[item], item))
     step = parts if equal_counts else 1
     heap = []
@@ -237,7 +158,7 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
             (a + b, n + m, ours + theirs) for (a, n, ours), (b, m, theirs) in zip(one, reversed(other), strict=True)
         ]
         heapq.heappush(heap, _entry(joined))
-    return [sorted(items) for *_, items in heap[0][-1]]
+    return tuple(tuple(sorted(items)) for *_, items in heap[0][-1])
 
 
 _Sums = list[tuple[int, int, list[int]]]

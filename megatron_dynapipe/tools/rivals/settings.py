@@ -5,7 +5,7 @@
     padding      every sample padded to the longest, as many to each micro-batch: training without packing
     packing      samples joined into rows of the longest length, as many rows to each: predicted only
     packed_rows  samples in packed rows of up to the longest length, first fit decreasing
-    the others   samples in packed rows as other trainers make them, see `tools.rivals.rules`
+    verl, slime  samples in packed rows as these trainers make them, see `tools.rivals.rules`
 
 Each takes one recompute mode for all. Where the number is not given, several are offered and the fastest is taken.
 """
@@ -25,6 +25,8 @@ from megatron_dynapipe.core.units import BatchLayout, round_up
 from megatron_dynapipe.tools.rivals import packed, padded
 from megatron_dynapipe.tools.rivals.rules import RIVALS
 
+SLIMES_PARTS = 8
+"""slime's rows may be shorter than the longest sample: the first size is such a part of it."""
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -36,7 +38,6 @@ class PartitionAlgorithm(enum.StrEnum):
     PADDING = "padding"
     PACKING = "packing"
     PACKED_ROWS = "packed_rows"
-    DP_BALANCED = "dp_balanced"
     VERL = "verl"
     SLIME = "slime"
 
@@ -113,7 +114,9 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.algorithm is PartitionAlgorithm.PACKED_ROWS:
             rows = packed.pack(problem.input_positions, problem.target_positions, *longest)
             return packed.partitions(problem, packed.joined(rows, self.micro_batch_size))
-        return packed.partitions(problem, packed.rows_of_rival(problem, self.algorithm, longest[0], hidden_size))
+        parts = SLIMES_PARTS if self.algorithm is PartitionAlgorithm.SLIME else 1
+        rule = RIVALS[self.algorithm]
+        return packed.partitions(problem, packed.rows_of_rule(problem, rule, longest[0], hidden_size, parts=parts))
 
 
 def _padded(samples: Samples, input_length: int | None, target_length: int | None) -> Samples:

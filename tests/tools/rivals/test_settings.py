@@ -154,7 +154,7 @@ def test_padding_to_given_lengths() -> None:
 ROWS = {"micro_batch_layouts": (BatchLayout.PACKED,), "schedule": ScheduleSettings(method="1f1b")}
 
 
-@pytest.mark.parametrize("algorithm", ["packed_rows", "dp_balanced", "verl", "slime"])
+@pytest.mark.parametrize("algorithm", ["packed_rows", "verl", "slime"])
 @pytest.mark.parametrize("family", ModelFamily)
 def test_rows_are_planned_with_one_mode_and_1f1b(family: ModelFamily, algorithm: str) -> None:
     planned = plan(family, 30, {"algorithm": PartitionAlgorithm(algorithm)}, data_parallel=2, **ROWS)

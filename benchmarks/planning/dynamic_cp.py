@@ -10,11 +10,16 @@ earlier ones, which is the mean of the shares that balance attention. What ranks
 the ring on which keys and values are exchanged, count nothing: the prediction favours it.
 """
 
+import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.cli.batch_arguments import chosen_batches
+from megatron_dynapipe.cli.compare import longest_rows
+from megatron_dynapipe.cli.planning_arguments import costs_and_settings
 from megatron_dynapipe.core.batch import Samples, round_up_all
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.core.orders import Schedule, ScheduleSettings, schedule
@@ -22,6 +27,11 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout, Shape
 from megatron_dynapipe.costing.pieces import piece_costs
+from megatron_dynapipe.tools.rivals.methods import method_settings
+from megatron_dynapipe.tools.rivals.pipelines import by_hand
+from megatron_dynapipe.tools.rivals.rules import row_sizes
+
+NAME = "default_dynamic_cp"
 
 
 @dataclass(slots=True)
@@ -129,6 +139,29 @@ def _sizes(least: int, most: int) -> Iterator[int]:
     while least <= most:
         yield least
         least *= 2
+
+
+def milliseconds(args: argparse.Namespace) -> list[float | None]:
+    """The predicted time of every batch of `compare`'s arguments, in the fastest pipeline; None where none fits."""
+    cost_model, settings = costs_and_settings(args)
+    batches = chosen_batches(args)
+    found = []
+    for batch in batches:
+        longest = longest_rows(args, batch, batches)
+        lengths = batch.global_batch(0)
+        runs: list[RowsRun] = []
+        for pipeline in by_hand(settings, cost_model, lengths, chunks=(1,)):
+            planner = planner_of(method_settings("packed_rows", longest, pipeline), cost_model)
+            samples = planner.samples(lengths)
+            positions = (samples.input_positions + samples.target_positions).tolist()
+            ranks = 1 << (settings.data_parallel.bit_length() - 1)
+            try:
+                sizes = row_sizes(positions, max(longest.inputs, *positions), ranks)
+                runs.append(fastest_run(planner, samples, sizes))
+            except PlanningError:
+                continue
+        found.append(min((run.makespan_ns / 1e6 for run in runs), default=None))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
