@@ -20,6 +20,7 @@ from megatron_dynapipe.cli.model_config import (
     model_shape,
     take_model_config,
 )
+from megatron_dynapipe.cli.run_file import take_run_file
 from megatron_dynapipe.config import Cluster, read_cluster
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
@@ -158,6 +159,7 @@ def costs_and_settings(args: argparse.Namespace) -> tuple[CostModel, PlannerSett
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     complete_model(args)
+    take_run_file(args)
     cost_model, _ = costs_and_rates(args)
     return cost_model, planner_settings(args, cost_model)
 
