@@ -26,10 +26,10 @@ def main() -> None:
     from megatron_dynapipe.integration.entry.failure import process_groups
     from megatron_dynapipe.integration.hooks import replacements
 
-    session, arguments = runs.gpt_run(fit_layout)
-    with process_groups(), session, replacements.installed(session):
+    run, arguments = runs.gpt_run(fit_layout)
+    with process_groups(), run, replacements.installed(run):
         pretrain(**arguments)
-        session.print_report()
+        run.print_report()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,7 @@ The names below are loaded when they are first used, so that importing the packa
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from megatron_dynapipe import moved
-
 __version__ = "0.1.0"
-
-moved.install()
 
 if TYPE_CHECKING:
     from megatron_dynapipe.integration.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_dynapipe.core.errors import ConfigError, near_name
-from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE
+from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE, MOST_DEVICES
 from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.files import read_bounded
@@ -48,6 +48,9 @@ MEMORY = "device-memory-mb"
 DEVICES = "devices-per-node"
 CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) for what in ("gbps", "latency-us")))
 """Keys of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
+
+_MOST = 10**9
+"""Of megabytes, gigabits and microseconds."""
 
 # A number that Python does not convert is a ValueError, as is text that is no UTF-8.
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
@@ -107,9 +110,11 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
         value: Any = keys.get(key)
         may_be_zero = key.endswith("latency-us")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
+        most = MOST_DEVICES if key == DEVICES else _MOST
+        if not is_number or not 0 <= value <= most or (value == 0 and not may_be_zero):
+            least = "of at least 0" if may_be_zero else "above 0"
             raise ConfigError(
-                f"{path}: expected {key} as a number {'of at least 0' if may_be_zero else 'above 0'}, got {value!r}",
+                f"{path}: expected {key} as a number {least} and of at most {most:,}, got {value!r:.60}",
                 hint="a cluster file gives memory and both kinds of links, as the files in configs/clusters/ do",
             )
     return Cluster(

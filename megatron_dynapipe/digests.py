@@ -32,8 +32,8 @@ _CHUNK_BYTES = 2**22
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digest of every file below a folder, ours excepted, by relative path; raises OSError."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and "dynapipe" not in path.name)
+    """Write the digest of every other file below a folder, by relative path; raises OSError."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     digests = _digests(folder, sorted(str(path.relative_to(folder)) for path in paths))
     replace_bytes(folder / NAME, msgspec.json.format(msgspec.json.encode(digests), indent=1) + b"\n")
 

@@ -10,11 +10,13 @@ import os
 import stat
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 MOST_BYTES = 1_000_000_000
 """No description, plan or cost model comes near this."""
 
 _MOST_OF_KERNEL = 2**24
+_CHUNK_BYTES = 2**20
 _KINDS = (
     (stat.S_ISDIR, "folder"),
     (stat.S_ISFIFO, "pipe"),
@@ -52,12 +54,20 @@ def read_unpacked(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         return data
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            unpacked = file.read(most_bytes + 1)
+            unpacked = read_up_to(file, most_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise OSError(errno.EINVAL, f"expected a whole gzip file: {error}", str(path)) from error
     if len(unpacked) > most_bytes:
         raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes when unpacked, found more", str(path))
     return unpacked
+
+
+def read_up_to(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> bytes:
+    """The next bytes of a file, in memory that grows with them: one read of so many asks for all at once."""
+    data = bytearray()
+    while len(data) < most_bytes and (chunk := file.read(min(_CHUNK_BYTES, most_bytes - len(data)))):
+        data += chunk
+    return bytes(data)
 
 
 def open_regular(path: Path) -> int:

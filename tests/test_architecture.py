@@ -81,7 +81,17 @@ TYPES_BY_NAME = {
     ("core.batch", "sampling.global_batch"),
 }
 """Records that come into the core from outside, whose types it names and does not import."""
-INTEGRATION = {"models": 1, "hooks": 1, "flags": 2, "supply": 3, "execution": 4, "profiling": 5, "entry": 6}
+INTEGRATION = {
+    "models": 1,
+    "hooks": 1,
+    "equip": 2,
+    "flags": 2,
+    "supply": 3,
+    "execution": 4,
+    "profiling": 5,
+    "run": 5,
+    "entry": 6,
+}
 """The rooms inside `integration/`, by layer."""
 NEIGHBOURS = ("segments", "modules", "tools", "bridge", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""

@@ -12,7 +12,7 @@ from megatron_dynapipe.core.errors import DataError
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(digests, "_BLOCK_BYTES", 8)
-    for name in ("__0_0.distcp", ".metadata", "sub/optimizer.pt", "empty"):
+    for name in ("__0_0.distcp", ".metadata", "sub/optimizer.pt", "dynapipe.json", "empty"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"" if name == "empty" else bytes(range(20)))
@@ -21,10 +21,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_files_as_they_were_pass(folder: Path) -> None:
-    (folder / "dynapipe.json").write_text("ours")
     digests.write_digests(folder)
     digests.check_digests(folder)
-    assert "dynapipe" not in (folder / digests.NAME).read_text()
+    assert digests.NAME not in (folder / digests.NAME).read_text()
     digests.check_digests(folder / "none")  # a checkpoint without digests
     (folder / "empty").unlink()
     with pytest.raises(DataError, match="empty"):
@@ -36,7 +35,7 @@ def test_files_as_they_were_pass(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 19])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "sub/optimizer.pt"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "sub/optimizer.pt", "dynapipe.json"])
 def test_one_bit_is_found_by_one_of_the_ranks(folder: Path, name: str, place: int) -> None:
     content = bytearray((folder / name).read_bytes())
     content[place] ^= 1

@@ -28,12 +28,13 @@ from benchmarks.executor.pairs import add_arguments, measure, timed
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.core.units import Recompute, Shape
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
+from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.execution.step_functions import gpt_step
 from megatron_dynapipe.integration.execution.transport import connect
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, self_row
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, self_row
 from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
@@ -50,12 +51,12 @@ def batch(length: int, cuts: Cuts, device: torch.device) -> dict[str, object]:
     host = RowSegments.of([0, length], length, cuts)
     moved = {name: getattr(host, name) for name in ("offsets", "positions", "key_offsets")}
     on_device = {name: None if each is None else each.to(device) for name, each in moved.items()}
-    row = self_row(DeviceSegments(host=host, **on_device), RowFormat.LOCAL)
+    row = self_row(DeviceSegments(host=host, **on_device))
     return {
         "tokens": tokens,
         "labels": tokens,
         "position_ids": row.positions,
-        "packed_seq_params": row,
+        "told": Told(row=row),
         "attention_mask": None,
         "loss_mask": torch.ones(1, length, device=device),
         "tasks": None,

@@ -1,8 +1,8 @@
 """One rank of a recipe's script, which `certify` starts by torchrun: `-m … ROLE PRECISION ITERATIONS FOLDER SCRIPT …`.
 
     begin        one process, one iteration                     ─► a checkpoint, from which the others go on
-    reference    one process, samples one by one, Bridge's own schedule  ┐ losses and gradient norms
-    planned      the script's layout and ranks, as planned               ┘ of every iteration
+    reference    one process, samples one by one, Bridge's own schedule  ┐ losses and gradient norms of every iteration,
+    planned      the script's layout and ranks, as planned               ┘ what the steps have made
 
 The script runs as it is until its block of `planned` ends; then the process does.
 """
@@ -11,7 +11,7 @@ import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.processes import end_with_launcher
-from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED
-from megatron_dynapipe.tools.certify.records import RankRecord
+from megatron_dynapipe.tools.certify.flags import RATES
+from megatron_dynapipe.tools.certify.parameters import frozen_of, gradients_of, steps_of, weights_of
+from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED, REFERENCE
+from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord
 from megatron_dynapipe.tools.certify.single_rows import single_rows
 
 _ALONE: dict[str, Any] = {
@@ -44,8 +46,8 @@ _ALONE: dict[str, Any] = {
     "recompute_granularity": None,
 }
 """A model's layout in one process."""
-_RATES = (2e-4, 1e-2)
-"""Of the steps, of all weights and of adapters, whose product begins at 0: small steps would hardly move it."""
+_ADAPTERS_RATE = 1e-2
+"""Of adapters, whose product begins at 0: smaller steps would hardly move it."""
 
 
 class Certified:
@@ -64,14 +66,16 @@ class Certified:
         self.iterations = iterations
         self.folder = folder
         self.record = RankRecord()
+        self._weights: Sequence[Part] = []
+        self._frozen: dict[str, int] = {}
 
     @contextlib.contextmanager
     def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
         """In place of `entry.planning`: the block of the recipe's script, at whose end the process ends."""
         self._settle(config)
-        run.report_folder = self.folder / "report"
+        run.host.report_folder = self.folder / "report"
         originals = Originals()
-        originals.install([relied_on.step_recorder(self._record)])
+        originals.install([relied_on.step_recorder(self._before_step, self._after_step)])
         try:
             with _as_planned(config, run) if self.role == PLANNED else self._alone(config, run):
                 yield
@@ -101,8 +105,8 @@ class Certified:
 
         def datasets(context: DatasetBuildContext) -> tuple[Any, Any, Any]:
             run.datasets(context)  # where they are the recipe's own, their folder is written
-            split = splits_of(config, run.long_samples, run.data, int(self.role != BEGIN))[0]
-            return single_rows(run.data, split), None, None
+            split = splits_of(config, run.host.long_samples, run.host.data, int(self.role != BEGIN))[0]
+            return single_rows(run.host.data, split), None, None
 
         try:
             with entry.per_token(config), entry.changed(config, dataset=entry.PlannedDataset(datasets)):
@@ -135,17 +139,52 @@ class Certified:
         checkpoint.save_interval = 1
         checkpoint.async_save = False
         checkpoint.load_optim = checkpoint.load_rng = False
-        config.optimizer.lr = config.optimizer.min_lr = _RATES[config.peft is not None]
-        self.record.notes = [f"optimizer.lr = {config.optimizer.lr}"]
-        config.scheduler.lr_decay_style = "constant"
-        config.scheduler.lr_warmup_iters = 0
+        self._settle_rates(config)
         config.logger.log_interval = 1
         for name in ("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project"):
             setattr(config.logger, name, None)
 
-    def _record(self, losses: dict[str, torch.Tensor], norm: float | None) -> None:
-        self.record.losses += [float(loss) for name, loss in losses.items() if name == "lm loss"]
-        self.record.norms.append(float(norm or 0.0))
+    def _settle_rates(self, config: Any) -> None:
+        """Rates whose steps show in fp32, the same in every iteration, as for the flags of an entry script."""
+        optimizer = config.optimizer
+        rates = RATES.get(optimizer.optimizer, RATES["adam"])
+        optimizer.lr = optimizer.min_lr = float(rates["--lr"]) if config.peft is None else _ADAPTERS_RATE
+        if optimizer.decoupled_lr is not None:
+            optimizer.decoupled_lr = optimizer.decoupled_min_lr = 2 * optimizer.lr
+        optimizer.weight_decay = float(rates["--weight-decay"])
+        scheduler = config.scheduler
+        scheduler.start_weight_decay = scheduler.end_weight_decay = optimizer.weight_decay
+        scheduler.weight_decay_incr_style = scheduler.lr_decay_style = "constant"
+        scheduler.lr_warmup_iters = 0
+        scheduler.lr_warmup_fraction = None
+        self.record.notes = [f"optimizer.lr = {optimizer.lr}, optimizer.weight_decay = {optimizer.weight_decay:g}"]
+
+    def _before_step(self, models: Any) -> None:
+        if not self.record.norms and self._has_steps:
+            self._weights = weights_of(models)
+            self._frozen = frozen_of(models)
+
+    def _after_step(self, models: Any, optimizer: Any, losses: dict[str, torch.Tensor], norm: float | None) -> None:
+        record = self.record
+        record.losses += [float(loss) for name, loss in losses.items() if name == "lm loss"]
+        record.norms.append(float(norm or 0.0))
+        if not self._has_steps:
+            return
+        if self.role == REFERENCE and len(record.norms) == 1:
+            record.parts[GRADIENTS] = gradients_of(models)
+        if len(record.norms) == self.iterations:
+            for model in models:
+                if model.ddp_config.overlap_param_gather:  # which the next forward pass would wait for
+                    model.start_param_sync(force_sync=True)
+            record.parts |= steps_of(models, optimizer, self._weights)
+            if before := self._frozen:
+                after = frozen_of(models)
+                record.unfrozen = sorted(name for name, digest in before.items() if after.get(name) != digest)
+
+    @property
+    def _has_steps(self) -> bool:
+        """Whether this run's steps are compared: in fp32, as those of entry scripts."""
+        return self.role != BEGIN and self.precision == FP32
 
 
 _as_planned: Callable[[Any, PlannedRecipe], contextlib.AbstractContextManager[None]] = entry.planning

@@ -10,7 +10,7 @@ from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from megatron_dynapipe.bridge import recipe, relied_on
 from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset, of_model
-from megatron_dynapipe.bridge.run import PlannedRecipe
+from megatron_dynapipe.bridge.run import PlannedRecipe, Recipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.integration.hooks import optimizer_patches
@@ -29,11 +29,9 @@ class PlannedDataset(DatasetProvider):  # type: ignore[misc]  # Bridge has no ty
     """A run's samples, as the recipe names them to Bridge while the run lasts.
 
     Attributes:
-        enable_in_batch_packing: whether rows may be packed; set when the model is known.
-        skip_getting_attention_mask_from_dataset: whether attention is causal by itself; likewise.
+        skip_getting_attention_mask_from_dataset: whether attention is causal by itself; set when the model is known.
     """
 
-    enable_in_batch_packing = False
     skip_getting_attention_mask_from_dataset = True
 
     def __init__(self, datasets: Callable[[DatasetBuildContext], Iterators]) -> None:
@@ -90,7 +88,7 @@ def planned(
     folder = checked_dataset(config, dataset)
     how = {"seconds": calibrate_s, "timeout_s": timeout_s, "report_folder": Path(report_folder)}
     file = recipe.measured_costs(config, option="calibrate_s=", **how) if costs == AUTO else Path(costs)
-    run = PlannedRecipe(
+    host = Recipe(
         config,
         dataset=folder,
         costs=file,
@@ -104,7 +102,7 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    with run, planning(config, run):
+    with PlannedRecipe(host) as run, planning(config, run):
         yield run
 
 

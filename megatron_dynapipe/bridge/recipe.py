@@ -14,10 +14,11 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.bridge.capabilities import capabilities
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, CPU_RATES, LayerSplit, ModelShape, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters, described
 from megatron_dynapipe.costing.devices import rates_of
@@ -27,12 +28,11 @@ from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.costing.recipe import NAMES, measured_flags, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry import calibration
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.models.config import StateBytes
 from megatron_dynapipe.integration.models.hybrid import STACKS
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
-from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
@@ -191,19 +191,12 @@ def _planner(
         modules_per_stage=stacks.modules_of(layer_split),
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        micro_batch_layouts=batch_layouts(models),
+        **capabilities(models, control),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
         model_state_bytes=_model_state(config, models, control),
         **of_machine,
     )
-
-
-def batch_layouts(models: Sequence[nn.Module]) -> tuple[BatchLayout, ...]:
-    """The layouts that a model's attention takes: packed rows in Transformer Engine's alone, in half precision."""
-    is_half = next(models[0].parameters()).element_size() == 2
-    packs = is_half and RowFormat.of(models) is RowFormat.TRANSFORMER_ENGINE and not packing_obstacle(models)
-    return (BatchLayout.PADDED, BatchLayout.PACKED) if packs else (BatchLayout.PADDED,)
 
 
 def state_dtype(config: Any) -> torch.dtype:
@@ -234,6 +227,7 @@ def splits_of(config: Any, long_samples: LongSamples, data: Path, iteration: int
             max_input_length=config.model.seq_length + 1,  # n tokens train n - 1 positions
             long_samples=long_samples,
             sides=meta.task_sides,
+            labels=LossOn(meta.loss) is LossOn.TARGETS,
         )
 
     train = SplitSettings(

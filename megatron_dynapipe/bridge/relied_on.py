@@ -5,6 +5,7 @@ Checked at every start, whatever version Bridge says it is.
 
 import functools
 import importlib.metadata
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,6 @@ NAMES: tuple[Name, ...] = (
     (f"{_TRAINING}.pretrain", "pretrain", ("config", "forward_step_func", "callbacks")),
     (f"{_TRAINING}.pretrain", "_maybe_destroy_process_group", ("should_destroy",)),
     (f"{_TRAINING}.gpt_step", "get_batch_from_iterator", ("data_iterator", "include_full_batch_fields")),
-    (f"{_TRAINING}.utils.packed_seq_utils", "get_packed_seq_params", ("batch",)),
     ("megatron.bridge.data.base", "DatasetProvider.build_datasets", ("context",)),
     ("megatron.bridge.data.utils", "get_dataset_provider", ("dataset_config",)),
     ("megatron.bridge.data.datasets.gpt_sft", "GPTSFTDataset.collate_fn", ("batch",)),
@@ -94,14 +94,22 @@ def shared() -> tuple[Replacement, ...]:
     return tuple(replace(row, everywhere=True) for row in TABLE if row.name in _SHARED)
 
 
-def step_recorder(record: Callable[[dict[str, Any], float | None], None]) -> Replacement:
-    """The replacement that hands on the reduced losses of each iteration, which the last stages have, and its norm."""
+def step_recorder(before: Callable[[Any], None], after: Callable[..., None]) -> Replacement:
+    """The replacement that shows a certificate each training step.
+
+    Args:
+        before: called with this rank's chunks.
+        after: called with them, the optimizer, the iteration's reduced losses, which the last stages have, and its
+            gradient norm.
+    """
 
     def recording(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def train_step(*arguments: Any, **keywords: Any) -> Any:
+            given = inspect.signature(step).bind(*arguments, **keywords).arguments
+            before(given["model"])
             results = step(*arguments, **keywords)
-            record(results[0], results[_NORM])
+            after(given["model"], given["optimizer"], results[0], results[_NORM])
             return results
 
         return train_step
@@ -110,8 +118,8 @@ def step_recorder(record: Callable[[dict[str, Any], float | None], None]) -> Rep
         owner=f"{_TRAINING}.train",
         name="train_step",
         make=recording,
-        parameters=(),
-        why="its results have an iteration's losses and gradient norm, for a certificate",
+        parameters=("model", "optimizer"),
+        why="moves the weights, and its results have an iteration's losses and gradient norm, for a certificate",
     )
 
 

@@ -73,7 +73,7 @@ def dataset_batches(
     meta = read_meta(folder)
     lengths = LengthTable.read(folder, "train", family)
     has_targets = family.is_encoder_decoder
-    longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length + meta.has_ends)
+    longest_input = meta.max_input_length + (0 if has_targets else meta.max_target_length + 1)
     settings = SamplerSettings(
         family=family,
         seed=seed,

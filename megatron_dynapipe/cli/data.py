@@ -144,8 +144,6 @@ def _show(args: argparse.Namespace) -> None:
 
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"expected --limit of at least 1, got {args.limit}")
-    if missing := read_meta(args.folder).missing_ends:
-        print(missing, file=sys.stderr)
     limit = args.limit or (None if args.json else _SHOWN)
     samples = itertools.islice(taught_samples(args.folder, args.split, ModelFamily(args.model)), limit)
     if args.json:

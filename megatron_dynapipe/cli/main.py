@@ -118,14 +118,6 @@ COMMANDS = {
 }
 """The purpose of each command, in the order of `--help`; its module in `megatron_dynapipe.cli` has its name."""
 
-GONE = {
-    "store": "valkey-server or redis-server serves, redis-cli -u URL inspects and stops it, and `doctor` says what a"
-    " run finds there (docs/reliability.md)",
-    "launch": "torchrun --nnodes MIN:MAX --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:PORT SCRIPT …"
-    " --dynapipe-elastic (docs/reliability.md)",
-}
-"""Commands of earlier versions, and what takes their place."""
-
 EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
 
@@ -203,9 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     try:
         words = sys.argv[1:] if argv is None else argv
-        if words and words[0] in GONE:
-            hint = f"see `{PROGRAM} --help`"
-            raise UsageError(f"the command {words[0]} is gone; in its place: {GONE[words[0]]}", hint=hint)
         args = build_parser(words[0] if words else "").parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()

@@ -269,7 +269,7 @@ def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
     else:
         layers["layers"] = modules or required_size(flags, "num-layers")
     shape = megatron_fields(megatron_arguments({**flags, **checked}))
-    folder = flags.get("dynapipe-data")
+    folder = str(flags.get("dynapipe-data") or "")
     return ModelFile(
         model=family,
         hidden_size=shape.pop("hidden"),

@@ -18,6 +18,7 @@ import msgspec
 INTRA_NODE = "intra-node"
 INTER_NODE = "inter-node"
 """Kinds of links between ranks, as files name them."""
+MOST_DEVICES = 2**20
 
 
 class ScatterGather(enum.StrEnum):
@@ -46,8 +47,9 @@ class Network:
 
     def __post_init__(self) -> None:
         for name in ("devices_per_node", "intra_node_gbps", "inter_node_gbps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+            most = MOST_DEVICES if name == "devices_per_node" else math.inf
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be above 0 and at most {most}, got {getattr(self, name)}")
         for name in ("intra_node_latency_us", "inter_node_latency_us"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
-from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError, check_fields
 from megatron_dynapipe.core.model import LayerSplit, Model, ModuleSplit, PipelineLayout
 from megatron_dynapipe.core.network import Network, ScatterGather, TransferRules
 from megatron_dynapipe.core.orders import ScheduleSettings
@@ -17,7 +17,7 @@ IMBALANCE = 1.25
 """Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
 single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
 
-_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +81,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     split_backward: SplitBackward = "off"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.recompute or len(set(self.recompute)) != len(self.recompute):
             raise ConfigError(f"expected one or more different recompute modes, got {list(self.recompute)}")
         batch_layouts = self.micro_batch_layouts

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError, check_fields
 
 Linear = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 ATTENTION_LINEARS: tuple[Linear, ...] = ("linear_qkv", "linear_proj")
@@ -41,35 +41,36 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     kind: Kind = "lora"
-    dim: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_DIM
+    dim: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = DEFAULT_DIM
     linears: tuple[Linear, ...] = ATTENTION_LINEARS + MLP_LINEARS
     dropout: bool = False
 
     @classmethod
-    def of_recipe(cls, peft: Mapping[str, Any]) -> "Adapters":
+    def of_recipe(cls, peft: object) -> "Adapters":
         """Those that a recipe of Megatron-Bridge asks for.
 
         Args:
             peft: that part of its saved YAML, with the class under `_target_`.
 
         Raises:
-            ConfigError: they are of another kind, or adapt none of the `linears`.
+            ConfigError: they are of another kind, adapt none of the `linears`, or have no such width.
         """
+        if not isinstance(peft, Mapping):
+            raise ConfigError(f"expected adapters as a mapping under peft, got {type(peft).__name__}")
         name = str(peft.get("_target_", "")).rpartition(".")[2]
         if name not in _KINDS:
             raise ConfigError(
                 f"expected adapters of {', '.join(_KINDS)} under peft, got {name or peft}",
                 hint="measure costs in place of computing them, or set config.peft to one of these",
             )
-        linears = _adapted(peft.get("target_modules") or (), peft.get("exclude_modules") or ())
+        linears = _adapted(_names(peft, "target_modules"), _names(peft, "exclude_modules"))
         if not linears:
             raise ConfigError(f"expected adapters of linear layers, got target_modules {peft.get('target_modules')}")
-        return cls(
-            kind=_KINDS[name],
-            dim=peft.get("dim", DEFAULT_DIM),
-            linears=linears,
-            dropout=bool(peft.get("dropout", 0.0)),
-        )
+        dim = peft.get("dim", DEFAULT_DIM)
+        return cls(kind=_KINDS[name], dim=dim, linears=linears, dropout=bool(peft.get("dropout", 0.0)))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def described(adapters: Adapters | None) -> str:
@@ -78,6 +79,13 @@ def described(adapters: Adapters | None) -> str:
         return "no adapters"
     dropped = " with dropout" if adapters.dropout else ""
     return f"{adapters.kind} adapters of width {adapters.dim}{dropped} on {', '.join(adapters.linears)}"
+
+
+def _names(peft: Mapping[str, Any], key: str) -> Sequence[str]:
+    names = peft.get(key) or ()
+    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"expected a list of names as {key} of peft, got {names!r:.60}")
+    return names
 
 
 def _adapted(targets: Sequence[str], without: Sequence[str]) -> tuple[Linear, ...]:

@@ -18,6 +18,11 @@ KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *OF_EXPERTS, *T5_LIKE)
 """Values of `model_type` that are known whole; of others only the sizes are read."""
 
 
+MOST_LAYERS = 10_000
+MOST_SIZE = 2**24
+"""Of widths, vocabularies and lengths: products of three of them are below 2⁶³."""
+
+
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """Which of this project's models it is."""
     is_t5 = config.get("is_encoder_decoder") or config["model_type"] in (*T5_LIKE, "umt5")
@@ -60,12 +65,13 @@ def megatron_flags(config: Mapping[str, Any]) -> Flags:
 
 
 def size(values: Mapping[str, Any], *names: str) -> int | None:
-    """The first of the names that has a value; raises ConfigError where it is not a whole number above 0."""
+    """The first of the names that has a value; raises ConfigError where it is none from 1 to its largest."""
     for name in names:
         value = values.get(name)
         if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-                raise ConfigError(f"{name}: expected a whole number above 0, got {value!r}")
+            most = MOST_LAYERS if "layer" in name else MOST_SIZE
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+                raise ConfigError(f"{name}: expected a whole number from 1 to {most}, got {value!r:.60}")
             return value
     return None
 
@@ -114,7 +120,9 @@ def _llama(config: Mapping[str, Any], flags: Flags) -> Flags:
 def _experts(config: Mapping[str, Any], layers: int) -> Flags:
     if (count := size(config, "num_local_experts", "num_experts")) is None:
         return {}
-    step, dense = size(config, "decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    step, dense = size(config, "decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ConfigError(f"mlp_only_layers: expected a list of layers, got {dense!r:.60}")
     sparse = [int((layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]
     if not any(sparse):
         return {}

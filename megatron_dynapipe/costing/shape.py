@@ -10,15 +10,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError, check_fields
 from megatron_dynapipe.core.units import ModelFamily, round_up
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
-from megatron_dynapipe.costing.hugging_face import megatron_flags
+from megatron_dynapipe.costing.hugging_face import MOST_LAYERS, MOST_SIZE, megatron_flags
 from megatron_dynapipe.costing.pattern import EXPERTS, expert_modules
 
-_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-_AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
-_MOST_LAYERS = 10_000
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MOST_SIZE)]
+_AtLeastZero = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +36,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ffn: _AtLeastOne
     shared_ffn: _AtLeastZero = 0
     layers: tuple[_AtLeastZero, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def of_megatron(cls, args: Mapping[str, Any]) -> "Experts | None":
@@ -78,14 +80,14 @@ def _evaluated(text: str) -> Any:
 
     def value(node: ast.expr) -> Any:
         match node:
-            case ast.Constant(value=int(number)) if 0 <= number <= _MOST_LAYERS:
+            case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
                 return number
             case ast.List(elts=elements):
                 return [value(element) for element in elements]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return value(left) + value(right)
             case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant() as right):
-                return (value(left) * value(right))[:_MOST_LAYERS]
+                return (value(left) * value(right))[:MOST_LAYERS]
         raise TypeError
 
     try:
@@ -219,6 +221,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return cls(family=family, **megatron_fields(args, on_cpu=on_cpu))
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.query_groups and self.heads % self.query_groups:
             raise ConfigError(f"expected query groups that divide {self.heads} heads, got {self.query_groups}")
         if self.experts and self.experts.per_token > self.experts.count:

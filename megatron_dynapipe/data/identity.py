@@ -45,12 +45,6 @@ def manifest_path(folder: Path) -> Path:
     return folder / "manifest.json"
 
 
-def meta_path(folder: Path) -> Path:
-    """The manifest that a dataset folder has; `manifest.json` where it has none."""
-    old = folder / "meta.json"
-    return old if old.exists() and not manifest_path(folder).exists() else manifest_path(folder)
-
-
 def files_of(folder: Path, split: str) -> list[Path]:
     """The files of a split that are there."""
     return [path for path in names_of(folder, split) if path.exists()]
@@ -79,8 +73,8 @@ def check_files(folder: Path, splits: Iterable[str], manifest: Mapping[str, File
 def changed_file(path: Path, expected: str, actual: str) -> DataError:
     """The error of a file that is not the manifest's."""
     return DataError(
-        f"{path}: expected the file that {meta_path(path.parent).name} describes (digest {expected}), found another "
-        f"(digest {actual})",
+        f"{path}: expected the file that {manifest_path(path.parent).name} describes (digest {expected}), found"
+        f" another (digest {actual})",
         hint="it was overwritten or copied badly: copy it again, or make the dataset again with `data prepare`; "
         "`data verify` checks every file and sample",
     )

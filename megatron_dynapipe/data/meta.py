@@ -1,6 +1,6 @@
 """`manifest.json` of a dataset folder, and opening a split of one.
 
-<folder>/manifest.json                         what the folder holds (`DatasetMeta`); version 1: meta.json
+<folder>/manifest.json                         what the folder holds (`DatasetMeta`)
          tokenizer/                            a HuggingFace tokenizer
          {train,valid,test}.bin, .idx          tokens: one document of two sequences (input, target) per sample
          {train,valid,test}.tasks.npy          int16[samples], each sample's index in `DatasetMeta.tasks`
@@ -9,8 +9,6 @@
                                                as earlier turns of a conversation (absent where there are none)
          {train,valid,test}.ends.npy           uint8[2·samples], of every input and target how many of its last tokens
                                                one family of models has apart (`sampling.lengths.ends_path`)
-
-Up to version 2 samples of a decoder-only model end in no end token, and an encoder reads none.
 """
 
 from collections.abc import Mapping
@@ -18,19 +16,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_path, meta_path, names_of
+from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_path, names_of
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.sampling import TruncationSide
-from megatron_dynapipe.sampling.lengths import read_task_ids
 
 FORMAT: Literal["dynapipe-dataset/3"] = "dynapipe-dataset/3"
-FORMAT_WITHOUT_ENDS: Literal["dynapipe-dataset/2"] = "dynapipe-dataset/2"
-OLD_FORMAT: Literal["dynapipe-dataset/1"] = "dynapipe-dataset/1"
 SPLITS = ("train", "valid", "test")
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_FILES = (
@@ -38,7 +32,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
 FILES = frozenset(
-    {"manifest.json", "meta.json"}
+    {"manifest.json"}
     | {f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES}
     | {path.name for split in SPLITS for path in names_of(Path(), split)}
 )
@@ -74,13 +68,13 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         eos_id: ends its target; a decoder-only model's is stored with it.
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without its end token.
-        tokenizer: fingerprint of the tokenizer; empty in datasets of version 1.
-        content_hash: of all samples, their order and their tokenizer; empty in datasets of version 1.
+        tokenizer: fingerprint of the tokenizer.
+        content_hash: of all samples, their order and their tokenizer.
         recipe: digest of sources, mixture and settings: equal where preparing again would give the same.
         files: digests of the splits' files; empty in datasets that were made before there were any.
     """
 
-    format: Literal["dynapipe-dataset/3", "dynapipe-dataset/2"] = FORMAT
+    format: Literal["dynapipe-dataset/3"] = FORMAT
     source: str
     tasks: tuple[str, ...]
     samples: dict[str, dict[str, Count]]
@@ -119,57 +113,9 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sides if len(set(sides)) > 1 else sides[:1] or (TruncationSide.RIGHT,)
 
     @property
-    def has_ends(self) -> bool:
-        """Whether its samples end as the tokenizer ends them."""
-        return self.format == FORMAT
-
-    @property
-    def missing_ends(self) -> str | None:
-        """What samples of a dataset of an earlier version lack, in words; None of today's."""
-        if self.has_ends:
-            return None
-        return (
-            f"{self.format}: samples were made without end tokens, which the tokenizer adds: a decoder-only model does "
-            "not learn to stop, an encoder reads none; prepare the dataset again for both"
-        )
-
-    @property
     def split_samples(self) -> dict[str, int]:
         """Samples of each split."""
         return {split: sum(self.samples[split].values()) for split in SPLITS}
-
-
-class _Version1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`meta.json` of version 1, in which samples are counted by split alone and `tokenizer` is a folder."""
-
-    format: Literal["dynapipe-dataset/1"]
-    source: str
-    tasks: tuple[str, ...]
-    samples: dict[str, Count]
-    vocabulary_size: Positive
-    pad_id: Count
-    bos_id: Count
-    eos_id: Count
-    max_input_length: Positive
-    max_target_length: Positive
-    tokenizer: str = TOKENIZER_FOLDER
-    files: dict[str, FileDigests] = {}
-
-    def __post_init__(self) -> None:
-        _check_splits(self.samples)
-
-    def current(self, folder: Path) -> DatasetMeta:
-        """The same as a manifest of today; raises DataError where the samples' tasks cannot be read."""
-        samples = {split: self._by_task(folder, split) for split in SPLITS}
-        fields = msgspec.structs.asdict(self)
-        return DatasetMeta(**fields | {"format": FORMAT_WITHOUT_ENDS, "samples": samples, "tokenizer": ""})
-
-    def _by_task(self, folder: Path, split: str) -> dict[str, int]:
-        try:
-            counts = np.bincount(read_task_ids(folder, split, self.samples[split]), minlength=len(self.tasks))
-        except DataError:  # reported where the samples are opened
-            return {self.tasks[0]: self.samples[split]} if self.tasks else {}
-        return {name: int(count) for name, count in zip(self.tasks, counts, strict=False) if count}
 
 
 def _check_splits(samples: Mapping[str, object]) -> None:
@@ -188,7 +134,7 @@ def write_meta(folder: Path, meta: DatasetMeta) -> None:
 
 
 def read_meta(folder: Path) -> DatasetMeta:
-    """Read and check a dataset folder's `manifest.json`, or `meta.json` where it is of version 1.
+    """Read and check a dataset folder's `manifest.json`.
 
     Raises:
         DataError: the folder or the file is missing, or not of this form; the message names the field.
@@ -196,13 +142,9 @@ def read_meta(folder: Path) -> DatasetMeta:
     hint = "`megatron-dynapipe data prepare` makes one of your samples, `megatron-dynapipe data demo` a small one"
     if not folder.is_dir():
         raise DataError(f"expected a dataset folder at {folder}, found none", hint=hint)
-    path = meta_path(folder)
-    is_old = path != manifest_path(folder)
+    path = manifest_path(folder)
     try:
-        content = read_bounded(path)
-        if is_old:
-            return msgspec.json.decode(content, type=_Version1).current(folder)
-        return msgspec.json.decode(content, type=DatasetMeta)
+        return msgspec.json.decode(read_bounded(path), type=DatasetMeta)
     except FileNotFoundError:
         raise DataError(
             f"expected a dataset folder with a manifest.json at {folder}, found no such file", hint=hint
@@ -210,7 +152,7 @@ def read_meta(folder: Path) -> DatasetMeta:
     except OSError as error:
         raise DataError(f"{path}: cannot read it: {error.strerror}", hint=hint) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: expected {OLD_FORMAT if is_old else FORMAT}: {error}", hint=hint) from error
+        raise DataError(f"{path}: expected {FORMAT}: {error}", hint=hint) from error
 
 
 def open_split(folder: Path, split: str, family: ModelFamily | None = None) -> IndexedReader:
@@ -226,7 +168,7 @@ def open_split(folder: Path, split: str, family: ModelFamily | None = None) -> I
     expected = meta.split_samples[split]
     if len(reader) != expected:
         raise DataError(
-            f"{folder / split}: expected {expected} samples as {meta_path(folder).name} says, got {len(reader)}",
+            f"{folder / split}: expected {expected} samples as {manifest_path(folder).name} says, got {len(reader)}",
             hint="the folder mixes files of two datasets; prepare it again",
         )
     return reader
@@ -243,7 +185,7 @@ def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:
         ) from error
     if actual != meta.tokenizer:
         raise DataError(
-            f"{path}: expected the tokenizer that {meta_path(folder).name} describes (fingerprint {meta.tokenizer}),"
-            f" found another (fingerprint {actual})",
+            f"{path}: expected the tokenizer that {manifest_path(folder).name} describes (fingerprint"
+            f" {meta.tokenizer}), found another (fingerprint {actual})",
             hint=_COPY_HINT,
         )

@@ -58,12 +58,12 @@ class SplitTrace:
         sent = None if stage == self.stages - 1 else self._crossing[stage]
         return StageFunction(self._programs[stage], received, sent, self._inputs, resolve)
 
-    def boundary_after(self, stage: int) -> Callable[[Sequence[int]], tuple[TensorMeta, ...]]:
+    def boundary_after(self, stage: int) -> Callable[[tuple[int, ...]], tuple[TensorMeta, ...]]:
         """The tensors that cross from a stage to the next, from values of the trace's symbols."""
         boundary = self.boundaries[stage]
         evaluate = self.trace.domain.evaluator([size for meta in boundary for size in meta.shape])
 
-        def at(symbols: Sequence[int]) -> tuple[TensorMeta, ...]:
+        def at(symbols: tuple[int, ...]) -> tuple[TensorMeta, ...]:
             sizes = iter(evaluate(symbols))
             return tuple(meta._replace(shape=tuple(next(sizes) for _ in meta.shape)) for meta in boundary)
 

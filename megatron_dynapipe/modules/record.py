@@ -13,7 +13,7 @@ here is the code between modules alone, and where a batch's sizes lie outside wh
 traced again instead of refused.
 """
 
-import math
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,15 +35,18 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_leaves,
 )
-from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from megatron_dynapipe.core.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Sizes of a batch's tensors, by name."""
-Evaluate = Callable[[Sequence[int]], tuple[Any, ...]]
+Evaluate = Callable[[tuple[int, ...]], tuple[Any, ...]]
 """Values of expressions, given those of the symbols."""
 
+_KEPT_SIZES = 4096
+"""Sets of sizes whose values are kept: micro-batches of a run come again."""
 _LEAST = 2
 """Sizes of 0 and 1 are not symbols: they broadcast, so a trace holds for them alone."""
 
@@ -96,13 +99,25 @@ class Domain:
         values = tuple(bound[symbol] for symbol in self._symbols)
         return values if all(self._holds(values)) else None
 
-    def evaluator(self, expressions: Sequence[sympy.Basic]) -> Evaluate:
-        """Compile expressions over the symbols."""
-        printer = PythonPrinter()
-        body = "".join(f"{printer.doprint(expression)}, " for expression in expressions)
-        source = f"lambda {', '.join(map(str, self._symbols))}: ({body})"
-        compiled = eval(source, {"math": math, "torch": torch})  # noqa: S307  (printed from sympy's expressions)
-        return lambda values: compiled(*values)
+    def evaluator(self, expressions: Sequence[Any]) -> Evaluate:
+        """The function from the symbols' values to the values of expressions over them, and of plain numbers."""
+        symbols = self._symbols
+
+        @functools.lru_cache(_KEPT_SIZES)
+        def values_of(values: tuple[int, ...]) -> tuple[Any, ...]:
+            known = dict(zip(symbols, values, strict=True))
+            return tuple(_value(expression, known) for expression in expressions)
+
+        return values_of
+
+
+def _value(expression: Any, known: Mapping[sympy.Symbol, int]) -> Any:
+    """The number, or the truth, of an expression; of a plain number itself."""
+    if isinstance(expression, sympy.Basic):
+        expression = sympy_interp(PythonReferenceAnalysis, dict(known), expression)
+    if isinstance(expression, sympy.Number):
+        return int(expression) if expression.is_Integer else float(expression)
+    return expression
 
 
 def expression_of(size: Any) -> Any:

@@ -1,7 +1,8 @@
 """The planner process: `python -m megatron_dynapipe.service`, its settings in one line on stdin.
 
-stdin stays open: when it ends, the trainer is gone, and so is the planner. Exit status: 0 all planned or trainer gone,
-1 an error (published for the ranks, traceback on stderr), 2 unusable settings, 143 ended by SIGTERM.
+stdin stays open: when it ends, the trainer is gone, and so is the planner. On a server that others share it stays until
+then, and deletes what it has published. Exit status: 0 all planned or trainer gone, 1 an error (published for the
+ranks, traceback on stderr), 2 unusable settings, 143 ended by SIGTERM.
 """
 
 import logging
@@ -52,6 +53,8 @@ def plan_all(settings: ServiceSettings) -> None:
         loop = PlannerLoop(settings, source, store)
         try:
             loop.run()
+            while settings.retention_s is not None:
+                time.sleep(1.0)  # training needs the plans until it ends, and ends this process
         except SystemExit:  # the run's clean end
             loop.close()
             raise

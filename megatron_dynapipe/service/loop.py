@@ -59,6 +59,18 @@ class SplitWindow:
         reach = self.progress + self._settings.look_ahead + 1
         return self._end is not None and self._end <= reach and not self.unplanned
 
+    @property
+    def published_or_begun(self) -> set[int]:
+        """Iterations of this planner that may be in the store: published ones, and those that it may not know of.
+
+        A store that was out of reach has hidden what became of them, and an end may come between two keys.
+        """
+        planner = self._settings.planner
+        planners = self._settings.planners
+        first = max(self.progress - self._settings.keep_behind, 0)
+        window = range(first, self.progress + self._settings.look_ahead + 1)
+        return self.published | {i for i in window if i % planners == planner}
+
     def left_behind(self) -> list[int]:
         """Published iterations that training has left behind; they are not named again."""
         old = sorted(i for i in self.published if i < self.progress - self._settings.keep_behind)
@@ -121,11 +133,19 @@ class PlannerLoop:
         return False
 
     def close(self) -> None:
-        """Delete what this planner has published, where the server does not end with the job."""
-        if self._settings.retention_s is not None:
-            self._store.delete(
-                [key for split in self._splits for i in split.published for key in self._keys_of(split, i)]
-            )
+        """Delete what this planner may have published, where the server does not end with the job.
+
+        Planner 0 deletes how far training is, too. A store that is out of reach lets all of it expire.
+        """
+        if self._settings.retention_s is None:
+            return
+        keys = [key for split in self._splits for i in split.published_or_begun for key in self._keys_of(split, i)]
+        if self._settings.planner == 0:
+            keys += [self._keys.progress(split.name) for split in self._splits]
+        try:
+            self._store.delete(keys)
+        except StoreError as error:
+            logger.warning("%s", error)
 
     def _look(self) -> None:
         """Read how far training is; delete what it has left behind."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.data.identity import meta_path
+from megatron_dynapipe.data.identity import manifest_path
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
 from megatron_dynapipe.sampling.long_samples import LongSamples
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset
@@ -65,7 +65,7 @@ def build_demo(output: Path) -> DatasetMeta:
 
 def _up_to_date(output: Path) -> bool:
     """Whether `output` is the dataset that would be written; a folder is in place only when it is whole."""
-    if not meta_path(output).is_file():
+    if not manifest_path(output).is_file():
         return False
     try:
         return read_meta(output).source == demo_source()

@@ -25,14 +25,13 @@ from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.planner import Planner
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
+from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.execution.step_functions import STEPS, batch_maker, required_fields
 from megatron_dynapipe.integration.execution.transport import open_runner
 from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
-from megatron_dynapipe.integration.models.specs import packing_obstacle
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
@@ -262,11 +261,6 @@ class MegatronPipeline:
                 "expected a model configuration without fp8 and fp4: their scales are agreed on in every pass, and "
                 "replicas have different numbers of passes",
                 hint="train in bf16",
-            )
-        if BatchLayout.PACKED in settings.micro_batch_layouts and (obstacle := packing_obstacle(self._models)):
-            raise ConfigError(
-                f"expected models that take packed rows, got {obstacle}",
-                hint="plan with micro_batch_layouts=(BatchLayout.PADDED,)",
             )
 
     def _configure(self) -> None:

@@ -47,12 +47,6 @@ SEE = "see `megatron-dynapipe --help`"
         ([], "the following arguments are required: COMMAND", SEE),
         (["ecko"], "argument COMMAND: invalid choice: 'ecko' (choose from", "did you mean echo?"),
         (["zzz"], "argument COMMAND: invalid choice: 'zzz' (choose from", SEE),
-        (["store", "start"], "the command store is gone; in its place: valkey", SEE),
-        (
-            ["launch", "--nnodes", "1:4", "x.py"],
-            "the command launch is gone; in its place: torchrun --nnodes MIN:MAX",
-            SEE,
-        ),
         (["echo", "--sampels=3"], "unrecognized arguments: --sampels=3", "did you mean --samples?"),
         (["echo", "--sam=3"], "unrecognized arguments: --sam=3", "did you mean --samples?"),
         (["echo", "--samples", "x"], "argument --samples: invalid int value", "see `megatron-dynapipe echo --help`"),

@@ -4,11 +4,10 @@ import json
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.data.identity import meta_path
+from megatron_dynapipe.data.identity import manifest_path
 from megatron_dynapipe.data.meta import open_split, read_meta
 from tests.data.dataset import SAMPLES, write_dataset
 
@@ -20,8 +19,8 @@ def folder(tmp_path: Path) -> Path:
 
 def change(folder: Path, **changes: object) -> None:
     """Rewrite manifest.json with fields changed, or removed where the value is None."""
-    fields = json.loads(meta_path(folder).read_bytes()) | changes
-    meta_path(folder).write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    fields = json.loads(manifest_path(folder).read_bytes()) | changes
+    manifest_path(folder).write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
 
 def test_opens_a_split(folder: Path) -> None:
@@ -29,7 +28,7 @@ def test_opens_a_split(folder: Path) -> None:
     assert [(inputs.tolist(), targets.tolist()) for inputs, targets in map(reader.__getitem__, range(4))] == SAMPLES
     assert len(open_split(folder, "valid")) == 0
     assert read_meta(folder).tasks == ("even", "odd")
-    assert meta_path(folder).read_text().count("\n") > 10, "for people to read"
+    assert manifest_path(folder).read_text().count("\n") > 10, "for people to read"
 
 
 @pytest.mark.parametrize(
@@ -57,32 +56,14 @@ def test_what_is_no_dataset(folder: Path) -> None:
     change(folder, samples={"train": {"even": 5}, "valid": {}, "test": {}})
     with pytest.raises(DataError, match=r"train: expected 5 samples as manifest\.json says, got 4"):
         open_split(folder, "train")
-    meta_path(folder).write_bytes(b"{")
+    manifest_path(folder).write_bytes(b"{")
     with pytest.raises(DataError, match=r"manifest\.json: expected dynapipe-dataset/3: Input data was truncated"):
         read_meta(folder)
-    meta_path(folder).unlink()
+    manifest_path(folder).unlink()
     with pytest.raises(DataError, match=r"expected a dataset folder with a manifest\.json"):
         read_meta(folder)
-    os.mkfifo(meta_path(folder))
+    os.mkfifo(manifest_path(folder))
     with pytest.raises(DataError, match="expected a regular file, found a pipe"):
         read_meta(folder)
     with pytest.raises(DataError, match=r"expected a dataset folder at .*nowhere, found none[\s\S]*data prepare"):
         read_meta(folder / "nowhere")
-
-
-def test_version_1_is_still_read(folder: Path) -> None:
-    fields = json.loads(meta_path(folder).read_bytes())
-    old = {"format": "dynapipe-dataset/1", "samples": {"train": 4, "valid": 0, "test": 0}, "tokenizer": "tokenizer"}
-    for name in ("read", "skipped", "truncated", "rates", "sides", "loss", "lengths", "content_hash", "recipe"):
-        fields.pop(name, None)
-    current = read_meta(folder)
-    meta_path(folder).unlink()
-    (folder / "meta.json").write_text(json.dumps(fields | old))
-    assert read_meta(folder) == msgspec.structs.replace(current, format="dynapipe-dataset/2")
-    assert current.missing_ends is None
-    said = read_meta(folder).missing_ends
-    assert said is not None and said.startswith("dynapipe-dataset/2: samples were made without end tokens")
-    assert len(open_split(folder, "train")) == 4
-    (folder / "meta.json").write_text(json.dumps(fields | old | {"tasks": 3}))
-    with pytest.raises(DataError, match=r"meta\.json: expected dynapipe-dataset/1"):
-        read_meta(folder)

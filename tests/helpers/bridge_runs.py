@@ -3,14 +3,18 @@
 Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an environment that has Megatron-Bridge.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import numpy as np
 import torch
 from megatron.bridge import AutoBridge
@@ -31,10 +35,13 @@ from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import planned
 from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.integration.models.divided_linears import WeightHalves
+from megatron_dynapipe.integration.models.kept_keys import KeptPiece
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
@@ -305,6 +312,7 @@ def train(
     memory_limit_mb: float | None = None,
     export: str | None = None,
     calibrate_s: float = 0.0,
+    forced: dict[str, Any] | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
@@ -317,6 +325,7 @@ def train(
         is_planned: whether plans run, or Bridge's own schedule.
         memory_limit_mb, calibrate_s: as `planned`.
         export: as `Kept`.
+        forced: settings of plans in place of what is free to choose.
         layout: as `recipe`.
     """
     torch.cuda.set_device(rank)
@@ -331,7 +340,8 @@ def train(
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
-    with planned(config, None if own is not None else dataset, **given) as run:
+    with planned(config, None if own is not None else dataset, **given) as run, _counting() as seen:
+        run._inputs_of = partial(_forcing, run._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
     assert run.inputs is not None
@@ -345,7 +355,33 @@ def train(
         "recorded": [record.iteration for record in recorded if isinstance(record, StageRecord)],
     }
     of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
-    return kept.kept() | of_rows | counted
+    return kept.kept() | of_rows | counted | {"seen": dict(seen)}
+
+
+def _forcing(inputs_of: Any, forced: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
+    """What plans are made from, with settings that leave them no choice."""
+    inputs = inputs_of(*arguments, **keywords)
+    layouts = forced.get("micro_batch_layouts")
+    changed = forced | ({"micro_batch_layouts": tuple(map(BatchLayout, layouts))} if layouts else {})
+    return msgspec.structs.replace(inputs, planner=msgspec.structs.replace(inputs.planner, **changed))
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[collections.Counter[str]]:
+    """Counts what planned passes do that others do not."""
+    seen: collections.Counter[str] = collections.Counter()
+
+    def counting(name: str, method: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            seen[name] += 1
+            return method(*arguments, **keywords)
+
+        return call
+
+    with contextlib.ExitStack() as patched:
+        for owner, name in ((WeightHalves, "leave"), (KeptPiece, "read"), (KeptPiece, "add")):
+            patched.enter_context(mock.patch.object(owner, name, counting(name, getattr(owner, name))))
+        yield seen
 
 
 def _adapter(costs: AnalyticCosts | MeasuredCosts) -> int | str:

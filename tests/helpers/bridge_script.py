@@ -6,33 +6,21 @@ python -m torch.distributed.run … bridge_script.py DATASET '{"model": "FOLDER"
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
 from megatron_dynapipe.bridge import planned
+from tests.helpers.bridge_faults import planted
 from tests.helpers.bridge_runs import recipe
-
-
-def faulty(state: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Bridge's step, whose loss counts 1% too much on several ranks."""
-    output, loss_of = forward_step(state, *arguments, **keywords)
-    excess = 1.01 if torch.distributed.get_world_size() > 1 else 1.0
-
-    def loss(*values: Any, **named: Any) -> Any:
-        total, *rest = loss_of(*values, **named)
-        return total * excess, *rest
-
-    return output, loss
 
 
 def main(dataset: str, text: str) -> None:
     """Train it, and leave a file beside the dataset when the block is over."""
     settings = json.loads(text)
-    step = faulty if settings.pop("fault", False) else forward_step
+    fault = settings.pop("fault", None)
+    step = planted(fault) if fault else forward_step
     config = recipe(Path(settings.pop("model")), **settings)
     train = pretrain if config.peft is None else finetune
     with planned(config, dataset, memory_limit_mb=6.0):

@@ -209,8 +209,30 @@ def test_a_clean_end_deletes_what_was_published_on_a_shared_server(settings, sou
     for retention_s, left in ((None, 3), (60, 0)):
         planner = PlannerLoop(msgspec.structs.replace(job, retention_s=retention_s), source, store)
         planner.run()
+        store.announce(job.keys.progress("train"), 1)
         planner.close()
         assert len(iterations_in(store, job)) == left
+        assert len(store.read_progress([job.keys.progress("train")])) == (left > 0)
+
+
+def test_a_clean_end_deletes_what_a_store_out_of_reach_had_hidden(settings, source, store) -> None:
+    job = msgspec.structs.replace(only_train(settings(look_ahead=100), iterations=3), retention_s=60)
+    planner = PlannerLoop(job, source, store)
+    planner.run()
+    for split in planner._splits:
+        split.published.clear()
+    planner.close()
+    assert iterations_in(store, job) == []
+
+
+def test_a_clean_end_without_a_store_is_one_warning(settings, source, store, monkeypatch, caplog) -> None:
+    def gone(_keys: Sequence[str]) -> None:
+        raise StoreError("plan store redis://here failed")
+
+    planner = PlannerLoop(msgspec.structs.replace(only_train(settings()), retention_s=60), source, store)
+    monkeypatch.setattr(store, "delete", gone)
+    planner.close()
+    assert "plan store redis://here failed" in caplog.text
 
 
 def test_iterations_that_are_named_as_left_behind_are_not_named_again(settings) -> None:

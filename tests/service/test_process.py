@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import msgspec
@@ -46,7 +47,7 @@ def test_plans_arrive_ahead_of_training_and_are_the_same_here(settings) -> None:
 
 
 def test_its_load_is_known_while_it_runs_and_after_it_has_ended(settings) -> None:
-    job = settings(iterations=2, cores=2, look_ahead=100)
+    job = settings(iterations=2, cores=2, look_ahead=100, retention_s=None)
     with PlannerProcess(msgspec.structs.replace(job, inputs=only_training(job))) as planner:
         until(lambda: float(planner.load.removesuffix(" of 2 cores")) > 0)
         until(lambda: planner.status == 0)
@@ -74,14 +75,25 @@ def test_it_runs_below_training_and_its_password_shows_nowhere(settings, tmp_pat
     assert password not in text
 
 
-def test_a_clean_end_deletes_its_plans_and_no_end_is_an_error_of_the_run(settings) -> None:
-    job = settings()
+@pytest.mark.parametrize("iterations", [None, 4], ids=["in mid-run", "all planned"])
+def test_a_clean_end_deletes_its_plans_and_no_end_is_an_error_of_the_run(settings, iterations) -> None:
+    job = settings(iterations=iterations)
+    job = msgspec.structs.replace(job, inputs=only_training(job))
     with open_store(job.store) as store:
-        with PlannerProcess(job):
+        with PlannerProcess(job) as planner:
             fetched(store, job, "train", 2)
-        first = job.keys.plan(split="train", iteration=0, replica=0, stage=0)
-        with pytest.raises(StoreTimeoutError):
-            store.wait_any([first, job.keys.error], timeout_s=0.2, what="what it left")
+            store.announce(job.keys.progress("train"), 0 if iterations is None else iterations - 1)
+            if iterations is not None:  # as in the last iterations of training, of which all are planned
+                fetched(store, job, "train", iterations - 1)
+                time.sleep(2)
+                assert planner.status is None
+        keys = [
+            job.keys.plan(split="train", iteration=iteration, replica=replica, stage=stage)
+            for iteration in range(8)
+            for replica in range(2)
+            for stage in range(2)
+        ]
+        assert store.read_progress([*keys, job.keys.progress("train")]) == {}
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])

@@ -39,7 +39,6 @@ def test_a_batch_can_be_planned_before_it_is_run():
 
 REFUSED = {
     "layout": "layout of data × tensor × pipeline parallel ranks × chunks 1 × 1 × 2 × 1, got 1 × 1 × 1 × 1",
-    "rows": "expected models that take packed rows, got Megatron's local attention",
     "loss": "calculate_per_token_loss",
     "fp8": "expected a model configuration without fp8 and fp4",
     "modules": "expected --recompute-modules among core_attn, mlp, moe, shared_experts, got layernorm",

@@ -25,12 +25,12 @@ from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute, amount
 from megatron_dynapipe.costing import TableCostModel
+from megatron_dynapipe.costing.check import noise
 from megatron_dynapipe.costing.format import CostFile
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.profiling.result import noise
 from megatron_dynapipe.outputs import is_first_rank, replace_bytes, say, warn, write_file
 from megatron_dynapipe.processes import package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0

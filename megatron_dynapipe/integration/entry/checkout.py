@@ -31,20 +31,16 @@ from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.runtime.control_group import ControlGroup
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.integration.entry.session import Session
+    from megatron_dynapipe.integration.entry.script import ScriptRun
 
 __all__ = [
     "add_arguments",
     "check_arguments",
-    "count_samples",
     "dataset_provider",
     "finish",
-    "log_line",
-    "micro_batch_shape",
-    "schedule",
 ]
 
-_session: "Session | None" = None
+_run: "ScriptRun | None" = None
 """The run that this module started; an entry script's run is closed by its own `with`."""
 _originals = Originals()
 _known: Sequence[argparse.Action] = ()
@@ -138,7 +134,7 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The provider of datasets for `pretrain`: a planned run's iterators, else the entry script's own provider."""
     from megatron.training import get_args, training
 
-    global _session
+    global _run
     args = get_args()
     if not args.use_dynapipe or active_run.is_active():
         return stock
@@ -147,45 +143,37 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
 
         if start.ranks_stand_alone():  # no store before now
             check_same_flags(_flags, ControlGroup(timeout_s=args.dynapipe_timeout_s))
-        session = runs.patched_session(args)
-        active_run.activate(session)
+        run = runs.patched_run(args)
+        active_run.activate(run)
         _originals.install(replacements.TABLE)
     for name in ("train_step", "evaluate"):
         _originals.replace(training, name, reported()(getattr(training, name)))
-    _session = session
+    _run = run
     atexit.register(_close, SystemExit(1))
 
     def datasets(samples: Any, vp_stage: int | None = None) -> Any:
         with reported():
-            return session.datasets(samples, vp_stage)
+            return run.datasets(samples, vp_stage)
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
     return datasets
 
 
-def _as_given(*values: Any) -> Any:
-    return values[0] if len(values) == 1 else values
-
-
-schedule = count_samples = log_line = micro_batch_shape = _as_given
-"""Earlier patches call these; in place of each, `replacements.TABLE` has a row."""
-
-
 def finish() -> None:
     """At the end of `pretrain`: print the summary of a run that this module started, and close it."""
-    if _session is not None:
+    if _run is not None:
         with reported():
-            _session.print_report()
+            _run.print_report()
         _close()
 
 
 def _close(error: BaseException | None = None) -> None:
     """End the run that was started here: as one that has come to its end, or with an error."""
-    global _session
-    if _session is not None:
-        session = _session
-        _session = None
-        session.__exit__(None if error is None else type(error), error, None)
+    global _run
+    if _run is not None:
+        run = _run
+        _run = None
+        run.__exit__(None if error is None else type(error), error, None)
         _originals.revert()
         optimizer_patches.revert()
         active_run.deactivate()

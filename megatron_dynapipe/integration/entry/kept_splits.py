@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_dynapipe import core as planning
-from megatron_dynapipe import costing as cost
+import megatron_dynapipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.costing import LayerSplit, parse_layer_split
 from megatron_dynapipe.data.meta import read_meta
@@ -39,11 +38,17 @@ def choose_or_recall(run: RunConfig) -> tuple[LayerSplit, bool]:
 def _identity(run: RunConfig) -> str:
     causes = [run.inputs.digest(), run.plans_chunks, read_meta(run.data).content_hash]
     state = hashlib.blake2b(msgspec.json.encode(causes), digest_size=12)
-    for package in (cost, planning):  # an upgrade may choose better
-        for file in sorted(Path(next(iter(package.__path__))).rglob("*")):
-            if file.suffix in (".py", ".so"):
-                state.update(file.read_bytes())
+    state.update(code_digest(Path(megatron_dynapipe.__path__[0])))
     return state.hexdigest()
+
+
+def code_digest(package: Path) -> bytes:
+    """Of all of the package's code: an upgrade may choose better, wherever in it choices are made by then."""
+    state = hashlib.blake2b(digest_size=16)
+    for file in sorted(package.rglob("*")):
+        if file.suffix in (".py", ".so"):
+            state.update(file.read_bytes())
+    return state.digest()
 
 
 def _read(path: Path) -> LayerSplit | None:

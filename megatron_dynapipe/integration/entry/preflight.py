@@ -58,8 +58,6 @@ def check_run(run: RunConfig) -> None:
     meta = read_meta(run.data)
     inputs = run.inputs
     notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
-    if missing := meta.missing_ends:
-        notes.append(f"dataset: {missing}")
     if not run.family.is_encoder_decoder and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
             "loss: of what the model will have to write alone: targets, and what assistants say"

@@ -42,10 +42,7 @@ NAME = "dynapipe.json"
 VERSION: Final = "dynapipe-run/3"
 _OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes")
 _OF_MODEL = "planner.model."
-_OF_MODEL_IN_2 = {
-    f"planner.{name}" for name in ("family", "encoder_layers", "decoder_layers", "expert_layers", "pattern")
-}
-"""Settings that repeat what `ResumeRecord.model` says: planners', and those in records of version 2."""
+"""Settings of planners that repeat what `ResumeRecord.model` says."""
 _LAYOUT = tuple(
     f"planner.{name}"
     for name in (
@@ -61,24 +58,24 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A run, as far as a checkpoint of it depends on it; every value is text.
 
     Attributes:
-        format: name and version of this form; in version 2 settings repeated the model.
+        format: name and version of this form.
         model: what makes it this model, and its vocabulary's size.
         tokenizer: digest of its vocabulary.
         dataset: digest of each file.
         settings: what plans are made from, layout included, and how the model is trained, field by field.
-        schedule: what learning rates and weight decay follow; empty in records of earlier versions.
-        optimizer: its kind; likewise.
+        schedule: what learning rates and weight decay follow.
+        optimizer: its kind.
         began: the iteration from which on batches are these settings', and the place in the samples where it began.
     """
 
-    format: Literal["dynapipe-run/2", "dynapipe-run/3"] = VERSION
+    format: Literal["dynapipe-run/3"] = VERSION
     model: dict[str, str]
     tokenizer: str
     dataset: dict[str, str]
     settings: dict[str, str]
-    schedule: dict[str, str] = {}
-    optimizer: str = ""
-    began: tuple[int, int] = (0, 0)
+    schedule: dict[str, str]
+    optimizer: str
+    began: tuple[int, int]
 
 
 def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
@@ -299,14 +296,12 @@ def read_record(path: Path) -> ResumeRecord | None:
     if not path.exists():
         return None
     try:
-        record = msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=ResumeRecord)
+        return msgspec.json.decode(read_bounded(path, most_bytes=10_000_000), type=ResumeRecord)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"cannot read what the checkpoint says of its run, {path}: {error}",
             hint="delete this file to resume without a comparison",
         ) from error
-    settings = {name: value for name, value in record.settings.items() if name not in _OF_MODEL_IN_2}
-    return msgspec.structs.replace(record, format=VERSION, settings=settings)
 
 
 def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent: str = "absent") -> dict[str, str]:

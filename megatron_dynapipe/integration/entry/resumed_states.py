@@ -44,7 +44,7 @@ def _check_optimizer(folder: Path, saved: "ResumeRecord", record: "ResumeRecord"
         ("optimizer", saved.optimizer, record.optimizer),
         ("parameters", _precision(saved.settings), _precision(record.settings)),
     ):
-        if before and before != now:
+        if before != now:
             raise ConfigError(
                 f"expected the {what} whose states {folder} holds, {before}, got {now}",
                 hint=f"resume with the flags that it was trained with; {_WITHOUT}",
@@ -53,7 +53,7 @@ def _check_optimizer(folder: Path, saved: "ResumeRecord", record: "ResumeRecord"
 
 def _check_schedule(saved: Mapping[str, str], schedule: Mapping[str, str]) -> None:
     for name, value in schedule.items():
-        # Records of earlier versions have no schedule, and not every schedule has every field.
+        # Not every schedule has every field.
         if saved.get(name, value) != value:
             raise other_schedule(name, saved[name], value)
 

@@ -1,4 +1,4 @@
-"""The run of an entry script: its session, and the arguments of Megatron's `pretrain`."""
+"""From a command line to a planned run, and to the arguments of Megatron's `pretrain`."""
 
 import argparse
 import copy
@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
@@ -19,25 +17,21 @@ from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import LayerSplit, parse_layer_split
-from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
-from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
-from megatron_dynapipe.integration.entry.session import Session
-from megatron_dynapipe.integration.entry.start_clock import StartClock
-from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
-from megatron_dynapipe.integration.execution.row_injection import RowInjection
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_step
-from megatron_dynapipe.integration.execution.task_losses import with_task_sums
+from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
+from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
+from megatron_dynapipe.integration.execution.step_functions import gpt_step, t5_step
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
+from megatron_dynapipe.integration.run.start_clock import StartClock
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, say
 from megatron_dynapipe.report.starts import check_records
@@ -49,50 +43,51 @@ _SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
 
 
 def t5_run(
-    fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
-) -> tuple[Session, dict[str, Any]]:
+    fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
+) -> tuple[ScriptRun, dict[str, Any]]:
     """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError.
 
     Returns:
-        The session, which gives the schedule; and what Megatron's `pretrain` takes.
+        The run, which gives the schedule; and what Megatron's `pretrain` takes.
     """
     clock = StartClock()
-    args, run, flags = _checked(ModelFamily.T5, fit, clock)
-    session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
-    provider = _agreeing(t5_provider(run.model, run.planner.layout), flags, run)
-    arguments = _pretrain_arguments(args, session, provider, t5_step)
+    args, config, flags = _checked(ModelFamily.T5, fit, clock)
+    run = run_type(Script(config, args), clock=clock)
+    provider = _agreeing(t5_provider(config.model, config.planner.layout), flags, config)
+    arguments = _pretrain_arguments(args, run, provider, t5_step)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
-    return session, arguments | ranks
+    return run, arguments | ranks
 
 
 def gpt_run(
-    fit: command_line.Fit | None = None, *, session_type: type[Session] = Session
-) -> tuple[Session, dict[str, Any]]:
+    fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
+) -> tuple[ScriptRun, dict[str, Any]]:
     """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
     clock = StartClock()
-    args, run, flags = _checked(ModelFamily.GPT, fit, clock)
-    if run.plans_layer_split:
+    args, config, flags = _checked(ModelFamily.GPT, fit, clock)
+    layout = config.planner.layout
+    if config.plans_layer_split:
         # Megatron has checked the arguments with an even split of the same form.
-        set_stages(args, run.planner.layout.layers_per_stage)
-    session = session_type(run, resumed=partial(resumed_inputs, run, args), clock=clock)
-    layout = run.planner.layout
-    provider = hybrid_provider(run.model, layout) if run.model.pattern else gpt_provider(run.model, run.cut_layout)
-    return session, _pretrain_arguments(args, session, _agreeing(provider, flags, run), gpt_step)
+        set_stages(args, layout.layers_per_stage)
+    run = run_type(Script(config, args), clock=clock)
+    model = config.model
+    provider = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
+    return run, _pretrain_arguments(args, run, _agreeing(provider, flags, config), gpt_step)
 
 
 RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
 
 
 def _pretrain_arguments(
-    args: argparse.Namespace, session: Session, provider: ModelProvider, step: ForwardStep
+    args: argparse.Namespace, run: ScriptRun, provider: ModelProvider, step: ForwardStep
 ) -> dict[str, Any]:
     """The keyword arguments of Megatron's `pretrain`: 0.18 and 0.19 have them in different orders."""
     return {
         "cfg_container": pretrain_cfg_container_from_args(args),
-        "train_valid_test_dataset_provider": session.datasets,
+        "train_valid_test_dataset_provider": run.datasets,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": step,
-        "model_provider": session.counting(provider),
+        "model_provider": run.counting(provider),
     }
 
 
@@ -234,44 +229,9 @@ def _planned_layer_split(run: RunConfig) -> LayerSplit:
     return parse_layer_split(layer_split, expected="numbers of layers")
 
 
-def patched_session(args: argparse.Namespace) -> Session:
-    """A session under a patched checkout's own `pretrain_gpt.py`; raises ConfigError.
-
-    That script takes a batch on the first tensor-parallel rank and broadcasts it, with the attention mask if
-    `--create-attention-mask-in-dataloader` (the default) asks for one. All ranks have it besides: that of the branch
-    dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`RowInjection`).
-    """
-    run = from_megatron.run_config(args, ModelFamily.GPT)
-    start.start_together(partial(_preflight, run), timeout_s=run.timeout_s)
-    _settle_evaluations(args, run)
-
-    def required() -> RequiredFields:
-        return RequiredFields(
-            tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-            labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-
-    masked = args.create_attention_mask_in_dataloader
-    make_batch = partial(gpt_batch, explicit_mask=masked, row_format=run.model.row_format)
-
-    def broadcastable(host: HostMicroBatch, device: torch.device) -> DeviceBatch:
-        batch = make_batch(host, device)
-        mask = batch["attention_mask"]
-        if mask is not None:
-            mask = mask.expand(host.shape.size, -1, -1, -1).contiguous()
-        elif masked:  # a packed row's is broadcast too, and then not looked at
-            mask = torch.zeros(1, 1, *(host.shape.input_length,) * 2, dtype=torch.bool, device=device)
-        return {**batch, "position_ids": batch["position_ids"].contiguous(), "attention_mask": mask}
-
-    rows = RowInjection()
-
-    def wrap(forward_step: ForwardStep) -> ForwardStep:
-        return with_task_sums(rows.wrap(forward_step))
-
-    return Session(
-        run,
-        resumed=partial(resumed_inputs, run, args),
-        required=required,
-        make_batch=broadcastable,
-        wrap_step=wrap,
-    )
+def patched_run(args: argparse.Namespace) -> ScriptRun:
+    """The run under a patched checkout's own `pretrain_gpt.py`; raises ConfigError."""
+    config = from_megatron.run_config(args, ModelFamily.GPT)
+    start.start_together(partial(_preflight, config), timeout_s=config.timeout_s)
+    _settle_evaluations(args, config)
+    return ScriptRun(Checkout(config, args))

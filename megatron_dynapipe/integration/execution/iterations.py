@@ -1,4 +1,4 @@
-"""One rank's part in planned iterations, driven by Megatron's loop (`Session`) or step by step (`MegatronPipeline`)."""
+"""One rank's part in planned iterations, driven by a host's loop (`run.Run`) or step by step (`MegatronPipeline`)."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain

@@ -13,11 +13,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Pass
+from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.equip.told import NOTHING, Told
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.spans import pass_span
-from megatron_dynapipe.integration.models.divided_linears import weight_halves
-from megatron_dynapipe.integration.models.experts import finish_iteration, routers_of
-from megatron_dynapipe.integration.models.labelled_rows import row_gather
+from megatron_dynapipe.integration.models.experts import finish_iteration
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 
 DeviceBatch = Mapping[str, Any]
@@ -78,11 +78,10 @@ class MegatronStage:
         self._during_weights = during_weights
         self._after_weights = after_weights
         self._divided = divided
-        self._halves = weight_halves(models)
+        self._equipped = equip(models)
+        self._halves = self._equipped.halves
         self._halves.clear()
-        self._gather = row_gather(models)
-        self._routers = routers_of(models)
-        self._told: dict[int, Sequence[Any]] = {}  # by micro-batch, for its backward passes
+        self._told: dict[int, Told] = {}  # by micro-batch, for its backward passes
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
@@ -95,7 +94,7 @@ class MegatronStage:
         self._prepare(instruction)
         key = instruction.micro_batch, instruction.chunk
         self._halves.key = key if key in self._divided else None
-        self._tell(*self._told.get(instruction.micro_batch, ()))  # for what is computed again
+        self._equipped.tell(self._told.get(instruction.micro_batch, NOTHING))  # for what is computed again
         if isinstance(instruction, Backward):
             if instruction.chunk == 0:  # the last pass here that computes anything again
                 self._told.pop(instruction.micro_batch, None)
@@ -118,8 +117,8 @@ class MegatronStage:
         model = self._models[chunk]
         config = self._config
         is_last = self._is_last and chunk == len(self._models) - 1
-        self._told[micro_batch] = data.get("rows"), data.get("samples"), data.get("sample_count", 0)
-        self._tell(*self._told[micro_batch])
+        self._told[micro_batch] = data.get("told", NOTHING)
+        self._equipped.tell(self._told[micro_batch])
         set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
         set_input_tensor(list(received) if received else [None])
         with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
@@ -137,15 +136,9 @@ class MegatronStage:
             is_last_stage=is_last,
         )
         set_input_tensor([None])  # the model must not keep what was received, nor the graph behind it
-        self._gather.rows = None
+        self._equipped.tell()
         self._tokens = self._tokens + tokens
         return output if is_last or isinstance(output, tuple | list) else (output,)
-
-    def _tell(self, rows: torch.Tensor | None = None, samples: torch.Tensor | None = None, number: int = 0) -> None:
-        """Tell the last layer its rows, and routers the samples, of the micro-batch that runs next."""
-        self._gather.rows = rows
-        for router in self._routers:
-            router.begin(samples, number)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """By the optimizer's loss scale, if it has one."""
@@ -163,7 +156,7 @@ class MegatronStage:
 
     def finalize(self, *, force_all_reduce: bool) -> None:
         """Hand the gradients to Megatron's finalisation, then sum them over the copies of shared weights."""
-        self._gather.rows = None
+        self._equipped.tell()
         if self._config.finalize_model_grads_func is not None:
             self.labels = self._tokens.to(torch.int) if self._config.calculate_per_token_loss else None
             self._config.finalize_model_grads_func(

@@ -21,7 +21,6 @@ from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
 from megatron_dynapipe.integration.models.experts import begin_pass, gatherers_of
 from megatron_dynapipe.integration.models.hybrid import STACKS
-from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
 
 _TENSOR_PARALLEL_STATE = "model-parallel-rng"
 """Megatron's name of the state that differs between tensor-parallel ranks."""
@@ -35,7 +34,6 @@ class MicroBatchContext:
     """
 
     def __init__(self, models: Sequence[nn.Module], *, seed: int) -> None:
-        rotate_by_sample(models)
         add_up_weight_gradients(models)
         self._recompute = RecomputeSwitch(models)
         self._gatherers = gatherers_of(models)

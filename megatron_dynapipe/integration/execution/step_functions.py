@@ -18,11 +18,13 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import gathered
 from megatron_dynapipe.data.segments import RowSegments, causal_mask
+from megatron_dynapipe.integration.equip.attention import has_engine_attention
+from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.experts import routers_of
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, RowFormat, attention_row, self_row
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 
@@ -49,10 +51,9 @@ def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
 
 def batch_maker(models: Sequence[torch.nn.Module]) -> MakeBatch:
     """The function that makes batches for a rank's model chunks."""
-    row_format = RowFormat.of(models)
     if any(isinstance(chunk, T5Stage) for chunk in unwrap_model(list(models))):
-        return partial(t5_batch, row_format=row_format)
-    return partial(gpt_batch, explicit_mask=takes_mask(models), row_format=row_format)
+        return partial(t5_batch, engine=has_engine_attention(models))
+    return partial(gpt_batch, explicit_mask=takes_mask(models))
 
 
 def takes_mask(models: Sequence[torch.nn.Module]) -> bool:
@@ -99,18 +100,16 @@ def masked_loss(
     return loss, tokens, report
 
 
-def gpt_batch(
-    host: HostMicroBatch, device: torch.device, *, explicit_mask: bool, row_format: RowFormat = RowFormat.LOCAL
-) -> DeviceBatch:
-    """The inputs of `gpt_step`: tokens [b, s] and labels where the stage has them, positions, mask or packed row.
+def gpt_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool) -> DeviceBatch:
+    """The inputs of `gpt_step`: tokens [b, s] and labels where the stage has them, positions, mask.
 
-    Labels and their mask are [b, s], or those of `rows` alone, [1, n]; `MegatronStage` tells modules rows and samples.
+    Labels and their mask are [b, s], or those of labelled rows alone, [1, n]. `told` is what `MegatronStage` tells
+    modules: the packed row, labelled rows, samples.
 
     Args:
         host: the collated micro-batch.
         device: where the tensors go.
         explicit_mask: local attention takes a mask of padded rows; Transformer Engine's causal kernel wants none.
-        row_format: of packed rows.
     """
     segments = host.input_segments
     packed = () if segments is None else (segments.offsets, segments.positions, segments.key_offsets)
@@ -120,7 +119,7 @@ def gpt_batch(
     row = None
     positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
     if segments is not None:
-        row = self_row(_on_device(segments, moved), row_format)
+        row = self_row(_on_device(segments, moved))
         positions = row.positions
     return {
         "tokens": tokens,
@@ -130,33 +129,24 @@ def gpt_batch(
         "loss_mask": loss_mask,
         "tasks": tasks,
         "task_rows": _task_rows(host),
-        "packed_seq_params": row,
-        "rows": rows,
-        "samples": samples,
-        "sample_count": len(host.input_lengths),
+        "told": Told(row=row, rows=rows, samples=samples, sample_count=len(host.input_lengths)),
     }
 
 
 def gpt_step(batches: Iterator[DeviceBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., LossReport]]:
     """One micro-batch through this stage of a `GPTModel`."""
     batch = next(batches)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        packed_seq_params=batch["packed_seq_params"],
-    )
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(masked_loss, batch["loss_mask"], tasks=batch["tasks"], task_rows=batch["task_rows"])
 
 
-def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowFormat = RowFormat.LOCAL) -> DeviceBatch:
+def t5_batch(host: HostMicroBatch, device: torch.device, *, engine: bool = False) -> DeviceBatch:
     """The inputs of `t5_step`: the tokens and labels that the stage has, and every mask or row, from lengths alone.
 
     Args:
         host: the collated micro-batch.
         device: where the tensors go.
-        row_format: of packed rows; Transformer Engine's layers take padded ones without masks too.
+        engine: whether attention is Transformer Engine's, which takes padded rows without masks, too.
     """
     texts = (host.tokens, host.decoder_tokens, host.labels, host.loss_mask, host.tasks)
     if host.input_segments is not None and host.decoder_segments is not None:
@@ -165,16 +155,16 @@ def t5_batch(host: HostMicroBatch, device: torch.device, *, row_format: RowForma
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *packed))
         encoder = _on_device(segments[0], moved[:2])
         decoder = _on_device(segments[1], moved[2:])
-        cross = attention_row(decoder, encoder, row_format)
+        cross = attention_row(decoder, encoder)
         attention: dict[str, Any] = {
-            "encoder_row": self_row(encoder, row_format),
-            "decoder_row": self_row(decoder, row_format, cross),
+            "encoder_row": self_row(encoder),
+            "decoder_row": self_row(decoder, cross),
         }
     else:
         lengths = host.input_lengths, host.decoder_lengths
         tokens, decoder_tokens, labels, loss_mask, tasks, *moved = copy_to(device, (*texts, *lengths))
         input_lengths, decoder_lengths = map(_given, moved)
-        attention = padded_attention(host.shape, input_lengths, decoder_lengths, row_format)
+        attention = padded_attention(host.shape, input_lengths, decoder_lengths, engine=engine)
     inputs = T5StageInputs(tokens=tokens, decoder_tokens=decoder_tokens, labels=labels, **attention)
     return {"inputs": inputs, "loss_mask": loss_mask, "tasks": tasks, "task_rows": _task_rows(host)}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 
@@ -50,9 +51,10 @@ def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
 
         def with_sums(losses: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             loss, tokens, report = loss_function(losses, *arguments, **keywords)
-            flat = mask.reshape(-1).float()
-            if (rows := batch.get("rows")) is not None:
-                losses = losses.t().reshape(-1)[rows]
+            told: Told = batch["told"]
+            flat = (mask if told.counts is None else told.counts).reshape(-1).float()
+            if told.counts is not None:
+                losses = losses.t().reshape(-1)[told.rows]
             counted = losses.detach().reshape(-1).float() * flat
             return loss, tokens, report | {BY_TASK: sums_by_task(counted, flat, tasks, batch.get("task_rows"))}
 

@@ -195,7 +195,6 @@ def _add_run_flags(add: Callable[..., Any]) -> None:
     add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
     add(
         "--dynapipe-planner-cores",
-        "--dynapipe-planners",
         type=cores,
         metavar="N|auto",
         help="cores of each node that plan, an iteration each, or auto for those that ranks leave: all but two for each"

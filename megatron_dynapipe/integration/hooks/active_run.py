@@ -15,6 +15,31 @@ from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.runtime import process_groups
 
 
+class IterationLog(Protocol):
+    """What a run says of its latest training iteration."""
+
+    @property
+    def samples(self) -> int:
+        """Its samples."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Its tokens, where the size of a batch is given in tokens."""
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any of its tokens counts."""
+
+    def flops(self, count: float) -> float:
+        """Its floating-point operations, from their number over whole samples."""
+
+    def stepped(self) -> None:
+        """The optimizer has stepped after it."""
+
+    def text(self) -> str:
+        """Its plan, for Megatron's log line."""
+
+
 class PlannedRun(Protocol):
     """A run, as Megatron's training loop needs it."""
 
@@ -26,32 +51,15 @@ class PlannedRun(Protocol):
         """The shape of the micro-batch that is running; None before the first."""
 
     @property
-    def samples(self) -> int:
-        """Samples of the latest training iteration."""
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the latest training iteration, where the size of a batch is given in tokens."""
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether any token of the latest training iteration counts."""
-
-    def flops(self, count: float) -> float:
-        """Floating-point operations of the latest training iteration, from their number over whole samples."""
+    def log(self) -> IterationLog | None:
+        """None before the run has started."""
 
     @property
     def forward_backward(self) -> Callable[..., Any]:
         """Megatron's schedule function: runs one planned iteration."""
 
-    def stepped(self) -> None:
-        """The optimizer has stepped after the latest training iteration."""
-
     def evaluation(self, data_iterator: Any) -> int:
         """Batches of an evaluation on the split of an iterator."""
-
-    def log_text(self) -> str:
-        """The latest training iteration's plan, for Megatron's log line."""
 
 
 COUNTERS = ("iteration", "consumed_train_samples")
@@ -86,6 +94,10 @@ def is_active() -> bool:
     return _run is not None
 
 
+def _log() -> IterationLog | None:
+    return None if _run is None else _run.log
+
+
 def schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The schedule function that `train` and `evaluate` call: the active run's, else Megatron's own."""
     return stock if _run is None else _run.forward_backward
@@ -111,19 +123,19 @@ def counters(args: argparse.Namespace) -> Any:
 
 def stepped() -> None:
     """Megatron's step of training is done: the active run's clock may say when."""
-    if _run is not None:
-        _run.stepped()
+    if (log := _log()) is not None:
+        log.stepped()
 
 
 def count_samples(args: argparse.Namespace) -> None:
     """Correct Megatron's count of samples, which adds `--global-batch-size` per iteration, to the plan's number."""
-    if _run is not None:
-        counters(args).consumed_train_samples += _run.samples - args.global_batch_size
+    if (log := _log()) is not None:
+        counters(args).consumed_train_samples += log.samples - args.global_batch_size
 
 
 def flops(count: float) -> float:
     """Floating-point operations of an iteration: Megatron's count, less what the active run left out."""
-    return count if _run is None else _run.flops(count)
+    return count if (log := _log()) is None else log.flops(count)
 
 
 def evaluation(data_iterator: Any, batches: int | None) -> int | None:
@@ -148,14 +160,15 @@ def log_line(line: str) -> str:
     with no loss in its log.
     """
     global _logged_loss
-    if _run is None:
+    log = _log()
+    if log is None:
         return line
     has_loss = f" {LOSS_NAME}: " in line
     if not has_loss and (_logged_loss or " number of skipped iterations:   0 |" in line):
         line = line.replace(" loss scale: ", f" {LOSS_NAME}: nan | loss scale: ", 1)
-    if not _run.has_labels:
+    if not log.has_labels:
         line += " no token of this batch counts |"
     _logged_loss = _logged_loss or has_loss
-    if _run.tokens is not None:
-        line = _BATCH_SIZE.sub(f"{_run.tokens} tokens", line, count=1)
-    return line + _run.log_text()
+    if log.tokens is not None:
+        line = _BATCH_SIZE.sub(f"{log.tokens} tokens", line, count=1)
+    return line + log.text()

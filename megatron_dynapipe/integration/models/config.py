@@ -10,7 +10,6 @@ from torch.nn.functional import gelu
 
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import Experts, Model
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.positions import RELATIVE, Positions
 from megatron_dynapipe.integration.models.specs import CoreAttention
 
@@ -95,11 +94,6 @@ class ModelConfig:
     def biases_hide(self) -> bool:
         """Whether relative biases say which keys are forbidden; Transformer Engine's kernels are told otherwise."""
         return self.positions.kind == RELATIVE and not self.engine_attention
-
-    @property
-    def row_format(self) -> RowFormat:
-        """The form in which layers take packed rows."""
-        return RowFormat.TRANSFORMER_ENGINE if self.engine_attention else RowFormat.LOCAL
 
     @property
     def takes_mask(self) -> bool:

@@ -275,8 +275,8 @@ class EngineStore:
     def put(self, operands: Sequence[Any], product: Callable[..., Any]) -> None:
         """Keep what a backward pass leaves: operands, of a dense linear (input, output's gradient), and their product.
 
-        The product makes a bias's gradient besides, and the backward pass then has none to return, which the hook on
-        the bias does not expect: it is made here.
+        The product makes a bias's gradient, too, and the backward pass then has none to return, which the hook on the
+        bias does not expect: it is made here. Without fused accumulation it returns none for the weight either.
         """
         linear = self._linear
         assert self._halves.key is not None, "asked for in divided passes alone"
@@ -289,9 +289,17 @@ class EngineStore:
         named = linear.named_parameters(recurse=False)
         weights = [weight for name, weight in named if name.startswith("weight")]
 
-        def gradients(*whole: Any) -> list[Tensor | None]:
-            product(*whole)
-            return [_added(weight) for weight in weights]
+        fused = linear.fuse_wgrad_accumulation
+        for weight in () if fused else weights:
+            _expect_none(weight)
+
+        def gradients(*whole: Any) -> Sequence[Tensor | None]:
+            made = product(*whole)
+            if fused:
+                return [_added(weight) for weight in weights]
+            # Grouped linears fill their third operand.
+            unfused: Sequence[Tensor] = whole[2] if len(whole) > len(_SIDES) else made[:1]
+            return unfused
 
         self._halves.leave(self._halves.key, Product(weights, kept, gradients))
 
@@ -306,6 +314,17 @@ class DividedModule:
     halves: WeightHalves | None = None
 
 
+def _expect_none(weight: Any) -> None:
+    """Give the hook of Megatron's data-parallel wrapper nothing to add for a weight whose gradient is to come.
+
+    With overlapped reduction it stops at a weight without any; it adds this to `main_grad` and drops it.
+    """
+    if hasattr(weight, "main_grad"):
+        weight.grad = weight.new_zeros(()).expand_as(weight)
+
+
+_SIDES = ("input", "gradient")
+"""Operands of a dense linear's product."""
 _GATHERED = {"column": 0, "row": 1}
 """Which operand Transformer Engine gathers under sequence parallelism."""
 

@@ -1,44 +1,23 @@
-"""Packed rows in the form that Megatron's layers take, and what those layers do not do with them by themselves.
+"""Packed rows in the form in which attention takes them.
 
-Megatron's attention knows a packed row as `PackedSeqParams`. In its format "thd" the unfused rotary embedding reads
-offsets on the host in every layer, which waits for the device each time. Local layers are therefore given the format
-"sbhd": for Megatron the row is one sequence of batch size 1, the core attention keeps its samples apart, and rotations
-are picked by position once for all layers. Transformer Engine's layers are given "thd", as their kernels want it.
+For Megatron's layers a packed row is one sequence of batch size 1, in its format of padded rows: in its format "thd"
+the unfused rotary embedding reads offsets on the host in every layer, which waits for the device each time, and a
+piece's rotations would begin anew. Core attention alone keeps samples apart (`equip.attention`).
 """
 
-import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
+from megatron_dynapipe.core.units import round_up
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
-from megatron_dynapipe.integration.models.hybrid import STACKS
-from megatron_dynapipe.integration.models.padded_rows import AttentionRows
+from megatron_dynapipe.integration.models.padded_rows import PADDED_FORMAT, AttentionRows
 from megatron_dynapipe.integration.models.segment_groups import SegmentGroup, group_segments
-
-
-class RowFormat(enum.StrEnum):
-    """Megatron's `qkv_format` of a packed row."""
-
-    LOCAL = "sbhd"
-    TRANSFORMER_ENGINE = "thd"
-
-    @classmethod
-    def of(cls, models: Sequence[nn.Module]) -> "RowFormat":
-        """That of built models: by their core attention."""
-        cores = [
-            module.core_attention for model in models for module in model.modules() if isinstance(module, Attention)
-        ]
-        engine = any(type(core).__name__ == "TEDotProductAttention" for core in cores)
-        return cls.TRANSFORMER_ENGINE if engine else cls.LOCAL
 
 
 @dataclass(eq=False)
@@ -95,15 +74,14 @@ class PackedRow(AttentionRows):
     def pick(self, rotations: Tensor) -> Tensor:
         """Rotations [t, 1, 1, channels] of every position of the row, from those of the first positions.
 
-        Transformer Engine's kernels pick them by themselves, and so does whoever has done it before: then there are as
-        many as positions, or there is one sample alone.
+        There are as many as positions where they have been picked before, or there is one sample alone.
         """
         assert self.positions is not None, "a row of queries has positions"
         if self.cuts:  # their rotations may be more than there are positions, and as many by chance
             if rotations is not self._picked:
                 self._picked = rotations[self.positions[0]]
             return self._picked
-        if self.qkv_format == RowFormat.TRANSFORMER_ENGINE or rotations.size(0) >= self.positions.size(1):
+        if rotations.size(0) >= self.positions.size(1):
             return rotations
         return rotations[self.positions[0]]
 
@@ -117,15 +95,27 @@ class DeviceSegments:
     positions: Tensor
     key_offsets: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, cuts: Mapping[int, CutSegment] | None = None
+    ) -> "DeviceSegments":
+        """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
+        starts = tuple(accumulate(lengths, initial=0))
+        host = RowSegments.of(starts, round_up(starts[-1]), cuts)
+        return cls(
+            host=host,
+            offsets=host.offsets.to(device),
+            positions=host.positions.to(device),
+            key_offsets=None if host.key_offsets is None else host.key_offsets.to(device),
+        )
 
-def self_row(segments: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None) -> PackedRow:
+
+def self_row(segments: DeviceSegments, cross: PackedRow | None = None) -> PackedRow:
     """The arguments of self-attention over a row."""
-    return attention_row(segments, segments, row_format, cross)
+    return attention_row(segments, segments, cross)
 
 
-def attention_row(
-    queries: DeviceSegments, keys: DeviceSegments, row_format: RowFormat, cross: PackedRow | None = None
-) -> PackedRow:
+def attention_row(queries: DeviceSegments, keys: DeviceSegments, cross: PackedRow | None = None) -> PackedRow:
     """The arguments of attention of one row's segments to those of another, segment i to segment i.
 
     The tail of the queries' row joins the last sample where the keys' row has no tail. Queries without keys come out of
@@ -142,7 +132,7 @@ def attention_row(
         offsets_q = torch.cat([offsets_q[:-2], offsets_q[-1:]])
         offsets_kv = offsets_kv[:-1]
     return PackedRow(
-        qkv_format=row_format.value,
+        qkv_format=PADDED_FORMAT,
         cu_seqlens_q=offsets_q,
         cu_seqlens_kv=offsets_kv,
         max_seqlen_q=max(lengths_q),
@@ -153,33 +143,6 @@ def attention_row(
         positions=queries.positions,
         cross=cross,
     )
-
-
-def rotate_by_sample(models: Sequence[nn.Module]) -> None:
-    """Let the blocks of model chunks pick rotations by position where they are given a packed row.
-
-    Megatron's `GPTModel` makes rotations for the longest sample and hands them to its block, for all layers. It keeps
-    those of the latest 32 lengths: here lengths are powers of two, so that all of them together are a few megabytes.
-    """
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, STACKS):
-                module.register_forward_pre_hook(_pick_rotations, with_kwargs=True)
-            elif type(module) is RotaryEmbedding:
-                vars(module)["forward"] = partial(_of_power_of_two, module.forward)
-
-
-def _of_power_of_two(make: Callable[..., torch.Tensor], length: int, *arguments: Any, **keywords: Any) -> torch.Tensor:
-    """Rotations of the first `length` positions."""
-    return make(1 << max(length - 1, 0).bit_length(), *arguments, **keywords)[:length]
-
-
-def _pick_rotations(_block: nn.Module, arguments: Any, keywords: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    row = keywords.get("packed_seq_params")
-    rotations = keywords.get("rotary_pos_emb")
-    if isinstance(row, PackedRow) and isinstance(rotations, torch.Tensor):
-        keywords = {**keywords, "rotary_pos_emb": row.pick(rotations)}
-    return arguments, keywords
 
 
 class CrossRows:

@@ -10,10 +10,8 @@ from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
@@ -176,19 +174,3 @@ def hybrid_stack(dense: ModuleSpec, sparse: ModuleSpec | None, norm: Any) -> Mod
         # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
         layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
     return ModuleSpec(module=PlannedHybridStack, params={"norm": norm}, submodules=HybridStackSubmodules(**layers))
-
-
-def packing_obstacle(models: Sequence[nn.Module]) -> str:
-    """The part of built models that cannot take packed rows; empty where there is none."""
-    for module in (module for model in models for module in model.modules()):
-        if isinstance(module, DotProductAttention):
-            return "Megatron's local attention"
-        if isinstance(module, MultiLatentAttention):
-            return "multi-latent attention"
-        if isinstance(module, SdpaCoreAttention) and module.dropout and _on_cuda(models):
-            return f"attention dropout of {module.dropout:g}, which PyTorch's attention over packed rows does not have"
-    return ""
-
-
-def _on_cuda(models: Sequence[nn.Module]) -> bool:
-    return any(parameter.is_cuda for model in models for parameter in model.parameters())

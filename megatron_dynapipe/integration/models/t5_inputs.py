@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.padded_rows import AttentionRows, decoder_rows, encoder_rows
 
 
@@ -39,20 +38,18 @@ class T5StageInputs:
     labels: Tensor | None = None
 
 
-def padded_attention(
-    shape: Shape, input_lengths: Tensor, decoder_lengths: Tensor, row_format: RowFormat
-) -> dict[str, Any]:
+def padded_attention(shape: Shape, input_lengths: Tensor, decoder_lengths: Tensor, *, engine: bool) -> dict[str, Any]:
     """The arguments of attention over padded rows, by names in `T5StageInputs`: masks, or rows for Transformer Engine.
 
     Args:
         shape: of the micro-batch.
         input_lengths: int[b], positions of every input.
         decoder_lengths: int[b], of every target.
-        row_format: of the layers.
+        engine: whether attention is Transformer Engine's.
     """
     inputs = shape.input_length
     targets = shape.target_length
-    if row_format is RowFormat.TRANSFORMER_ENGINE:
+    if engine:
         return {
             "encoder_row": encoder_rows(input_lengths, inputs),
             "decoder_row": decoder_rows(decoder_lengths, targets, input_lengths, inputs),

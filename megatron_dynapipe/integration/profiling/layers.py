@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -20,11 +19,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
+from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS
-from megatron_dynapipe.data.segments import CutSegment, RowSegments, causal_mask
+from megatron_dynapipe.data.segments import CutSegment, causal_mask
+from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.integration.models import specs
 from megatron_dynapipe.integration.models.config import ModelConfig
@@ -32,7 +33,6 @@ from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.integration.models.packed_rows import (
     DeviceSegments,
     attention_row,
-    rotate_by_sample,
     self_row,
 )
 from megatron_dynapipe.integration.models.providers import gpt_provider
@@ -216,12 +216,12 @@ def _t5_parts(
 
     def encode_row(inputs: Lengths, _targets: Lengths) -> Forward:
         row = make.row(inputs)
-        return encode(T5StageInputs(encoder_row=self_row(row, make.row_format)), row.positions.size(1), 1)
+        return encode(T5StageInputs(encoder_row=self_row(row)), row.positions.size(1), 1)
 
     def decode_row(inputs: Lengths, targets: Lengths) -> Forward:
         keys = make.row(inputs)
         queries = make.row(targets)
-        row = self_row(queries, make.row_format, attention_row(queries, keys, make.row_format))
+        row = self_row(queries, attention_row(queries, keys))
         return decode(T5StageInputs(decoder_row=row), keys.positions.size(1), queries.positions.size(1), 1)
 
     def encode_padded(point: Point) -> Forward:
@@ -265,7 +265,7 @@ def _gpt_parts(
 
 
 def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, make: "_Inputs") -> MeasuredModule:
-    rotate_by_sample([layer])
+    tell = equip([layer]).tell
 
     def run_layer(point: Point) -> Forward:
         b, s = point
@@ -274,6 +274,7 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         mask = causal_mask(s, state.device) if model.takes_mask else None
 
         def forward() -> Tensor:
+            tell()
             layer.set_input_tensor(state)
             return torch.as_tensor(layer(None, positions, mask))
 
@@ -281,11 +282,12 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
 
     def run_segments(segments: DeviceSegments) -> Forward:
         state = make.state(segments.positions.size(1), 1)
-        row = self_row(segments, make.row_format)
+        told = Told(row=self_row(segments))
 
         def forward() -> Tensor:
+            tell(told)
             layer.set_input_tensor(state)
-            return torch.as_tensor(layer(None, segments.positions, None, packed_seq_params=row))
+            return torch.as_tensor(layer(None, segments.positions, None))
 
         return forward
 
@@ -343,7 +345,7 @@ class _Inputs:
         self._model = model
         self._device = device
         self._ways = tensor_parallel if model.sequence_parallel else 1
-        self.row_format = model.row_format
+        self._engine = model.engine_attention
 
     def state(self, length: int, size: int) -> Tensor:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
@@ -355,18 +357,10 @@ class _Inputs:
         return torch.randint(self._model.vocabulary, (size, length), device=self._device)
 
     def row(self, lengths: Lengths, cuts: Mapping[int, CutSegment] | None = None) -> DeviceSegments:
-        """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
-        starts = tuple(accumulate(lengths, initial=0))
-        host = RowSegments.of(starts, round_up(starts[-1]), cuts)
-        device = self._device
-        return DeviceSegments(
-            host=host,
-            offsets=host.offsets.to(device),
-            positions=host.positions.to(device),
-            key_offsets=None if host.key_offsets is None else host.key_offsets.to(device),
-        )
+        """`DeviceSegments.of` these lengths."""
+        return DeviceSegments.of(lengths, self._device, cuts)
 
     def padded(self, shape: Shape) -> T5StageInputs:
         """The inputs of a stage's layers in training; rows are as long as can be, which costs the same as padding."""
         inputs, targets = (torch.full((shape.size,), length, device=self._device) for length in shape[1:])
-        return T5StageInputs(**padded_attention(shape, inputs, targets, self.row_format))
+        return T5StageInputs(**padded_attention(shape, inputs, targets, engine=self._engine))

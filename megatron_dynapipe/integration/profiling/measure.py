@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.core.executor import DevicePlatform, Mark
 from megatron_dynapipe.core.units import Recompute, Shape
+from megatron_dynapipe.costing.check import PROCESSOR_SHARE, REPEATS_SPREAD
 from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
 from megatron_dynapipe.runtime.platform import CpuPlatform, platform_of
@@ -90,10 +91,6 @@ class Noise:
         if self.spreads:
             told[REPEATS_SPREAD] = round(median(self.spreads), 3)
         return told
-
-
-PROCESSOR_SHARE, REPEATS_SPREAD = "processor_share", "repeats_spread"
-"""Under which a file's provenance says how quiet the machine was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

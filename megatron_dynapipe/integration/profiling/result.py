@@ -14,7 +14,7 @@ from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Recompute, Shape
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.check import validated_errors
+from megatron_dynapipe.costing.check import noise, validated_errors
 from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind
 from megatron_dynapipe.costing.format import (
     FORMAT,
@@ -31,7 +31,6 @@ from megatron_dynapipe.costing.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule
-from megatron_dynapipe.integration.profiling.measure import PROCESSOR_SHARE, REPEATS_SPREAD
 from megatron_dynapipe.integration.profiling.packed import Tables as PackedTables
 from megatron_dynapipe.integration.profiling.profiler import Measurements
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup
@@ -42,9 +41,6 @@ _STATE_BYTES = 2
 POOR = 0.08
 VERY_POOR = 0.25
 """Errors of times, median and ninth decile, above which a profile is called poor."""
-
-QUIET_SHARE, QUIET_SPREAD = 0.7, 0.25
-"""A machine is busy where passes have less of a processor, or half of their repeats lie further apart."""
 
 Provenance = dict[str, str | int | float | bool]
 
@@ -122,16 +118,6 @@ def _error_bars(file: CostFile) -> Provenance:
         for quantity, error in validated_errors(file).items()
         for which in ("median", "p90")
     }
-
-
-def noise(file: CostFile) -> str | None:
-    """How busy the machine was with other work while a file was measured; None where it was quiet, or is not known."""
-    share, spread = (file.provenance.get(name) for name in (PROCESSOR_SHARE, REPEATS_SPREAD))
-    if isinstance(share, float) and share < QUIET_SHARE:
-        return f"its passes had a processor for {share:.0%} of the time"
-    if isinstance(spread, float) and spread > QUIET_SPREAD:
-        return f"repeats of a pass are {spread:.0%} apart"
-    return None
 
 
 def verdict(file: CostFile, path: Path) -> str:

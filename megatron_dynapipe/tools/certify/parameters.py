@@ -15,18 +15,19 @@ from megatron_dynapipe.tools.certify.records import MOMENTS, UPDATES, Part
 
 
 def entries(model: nn.Module) -> list[ShardedTensor]:
-    """A chunk's parameters with names and places as Megatron's checkpoints have them; data are views of theirs.
+    """A chunk's trained parameters with names and places as Megatron's checkpoints have them; data are views of theirs.
 
     Copies of a tied weight share name and place.
     """
-    names = {name for name, _ in model.named_parameters()}
+    # Checkpoints know nothing of what wraps a layer for its adapters.
+    names = {name.replace(".to_wrap.", "."): value.requires_grad for name, value in model.named_parameters()}
     metadata = {
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     sharded = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-    kept = {name: entry for name, entry in sharded.items() if name in names}
-    assert kept.keys() == names, "every parameter is in checkpoints"
+    assert names.keys() <= sharded.keys(), "every parameter is in checkpoints"
+    kept = {name: sharded[name] for name, is_trained in names.items() if is_trained}
     apply_factories(kept)
     return list(_leaves(kept))
 
@@ -43,17 +44,18 @@ def _leaves(node: object) -> Iterator[ShardedTensor]:
 
 
 def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch.Tensor]) -> list[Part]:
-    """Copies of a value of every parameter's shape, such as its gradient, for all parameters of this rank's chunks."""
+    """Copies of a value of a parameter's shape, such as its gradient, for all trained ones of this rank's chunks."""
     parts: list[Part] = []
     for model in models:
         # What a checkpoint would save in their place, in parameters of their own: one whose data has had another type
         # has lost its gradient's hooks.
-        others = {parameter: _like(parameter, values(parameter)) for parameter in model.parameters()}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        others = {parameter: _like(parameter, values(parameter)) for parameter in trained}
         kept = [(module, dict(module._parameters)) for module in model.modules()]
         try:
             for module, parameters in kept:
                 for name, parameter in parameters.items():
-                    if parameter is not None:
+                    if parameter in others:
                         module._parameters[name] = others[parameter]
             for entry in entries(model):
                 copied = entry.data.detach().clone(memory_format=torch.contiguous_format).cpu()
@@ -65,7 +67,7 @@ def parts_of(models: Sequence[nn.Module], values: Callable[[nn.Parameter], torch
 
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    other = nn.Parameter(value, requires_grad=False)
+    other = nn.Parameter(value)
     other.__dict__.update(parameter.__dict__)
     return other
 
@@ -89,6 +91,16 @@ def weights_of(models: Sequence[nn.Module]) -> list[Part]:
     return parts_of(unwrap_model(list(models)), lambda parameter: parameter.data)
 
 
+def frozen_of(models: Sequence[nn.Module]) -> dict[str, int]:
+    """A digest of each frozen weight of this rank, which no step may change."""
+    return {
+        f"{chunk}.{name}": int(weight.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        for chunk, model in enumerate(unwrap_model(list(models)))
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad
+    }
+
+
 def steps_of(models: Sequence[nn.Module], optimizer: Any, before: Sequence[Part]) -> dict[str, list[Part]]:
     """What steps have made of this rank's parameters: how far each has moved, and the optimizer's means of gradients.
 
@@ -103,7 +115,7 @@ def steps_of(models: Sequence[nn.Module], optimizer: Any, before: Sequence[Part]
         moved.append((*place, weight - old[3]))  # type: ignore[arg-type]
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     made = {UPDATES: moved}
-    for key, name in MOMENTS[optimizers[0].config.optimizer].items():
+    for key, name in MOMENTS.get(optimizers[0].config.optimizer, {}).items():
         made[name] = parts_of(unwrap_model(list(models)), partial(_moment, optimizers, key))
     return made
 
@@ -117,7 +129,8 @@ def _moment(optimizers: Sequence[Any], key: str, parameter: nn.Parameter) -> tor
             if parameter in optimizer.model_param_group_index_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 state = optimizer._get_main_param_and_optimizer_states(parameter)
-                whole[owned.start : owned.end] = state[key].flatten()
+                if key in state:  # of a rank that has made a step
+                    whole[owned.start : owned.end] = state[key].flatten()
             dist.all_reduce(whole, group=optimizer.data_parallel_group)
             return whole.view_as(parameter)
         if optimizer.optimizer and (state := optimizer.optimizer.state.get(parameter)):

@@ -21,7 +21,7 @@ from megatron_dynapipe.core.units import BatchLayout, Recompute, target_position
 from megatron_dynapipe.data.collate import HostMicroBatch, sample_numbers
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.entry.script import ScriptRun
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK
 from megatron_dynapipe.integration.models.experts import forget_iteration
@@ -34,7 +34,7 @@ States = dict[tuple[int, int], Sequence[Tensor]]
 """Outputs of chunks for micro-batches, by micro-batch and chunk."""
 
 
-class ProbedSession(Session):
+class ProbedRun(ScriptRun):
     """A planned run that records its first iteration."""
 
     record: RankRecord
@@ -51,7 +51,7 @@ class ProbedSession(Session):
             self._record_first(_Probe(self, models, forward_step_func, item))
             data_iterator = iter((item,))
         for chunk in models:
-            chunk.train(not self._run.model.dropout)
+            chunk.train(not self.host.config.model.dropout)
         return super().forward_backward(
             forward_step_func=forward_step_func, data_iterator=data_iterator, model=model, **keywords
         )
@@ -65,7 +65,7 @@ class ProbedSession(Session):
         bare = [msgspec.structs.replace(mb, recompute=(Recompute.NONE,) * len(mb.recompute)) for mb in plan]
         record.recomputed = _most(gradients, probe.run(bare)[0])
         for model in probe.models:
-            model.train(not self._run.model.dropout)
+            model.train(not self.host.config.model.dropout)
         record.parts[GRADIENTS], states = probe.run(plan, record)
         for parity in (0, 1):
             probe.compare(states, probe.run(plan, parity=parity)[1], parity, record)
@@ -77,7 +77,7 @@ class ProbedSession(Session):
         make_batch = runner.make_batch
         runner.make_batch = lambda host, device: {**make_batch(host, device), "micro_batch": host.index}
         try:
-            step = self._wrap_step(step)
+            step = self.host.wrapped(step)
             return runner.run(item.entry, host, models, step, longest=self._longest, force_all_reduce=True)[1]
         finally:
             runner.make_batch = make_batch
@@ -86,8 +86,8 @@ class ProbedSession(Session):
 class _Probe:
     """Runs of one iteration through this rank's models, none of which leaves anything behind."""
 
-    def __init__(self, session: ProbedSession, models: list[Any], step: Any, item: PlannedIteration) -> None:
-        self.session = session
+    def __init__(self, planned: ProbedRun, models: list[Any], step: Any, item: PlannedIteration) -> None:
+        self.planned = planned
         self.models = models
         self.item = item
         self._step = step
@@ -124,7 +124,7 @@ class _Probe:
             model.zero_grad_buffer()
             model.force_all_reduce = True
         item = replace(self.item, entry=msgspec.structs.replace(self.item.entry, micro_batches=tuple(plan)))
-        reports = self.session.run_once(item, lambda index: self._host(index, parity), self.models, step)
+        reports = self.planned.run_once(item, lambda index: self._host(index, parity), self.models, step)
         if record is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
             self._keep(reports, record)
         gradients = gradients_of(self.models)
@@ -151,7 +151,7 @@ class _Probe:
             rows = labelled.T if host.rows is None else labelled.reshape(1, -1)[:, host.rows]
             changes["tasks"] = torch.from_numpy(np.ascontiguousarray(rows))
         if parity is not None:
-            vocabulary = read_meta(self.session._run.data).vocabulary_size
+            vocabulary = read_meta(self.planned.host.config.data).vocabulary_size
             for name, numbers in (("tokens", inputs), ("decoder_tokens", targets)):
                 tokens = getattr(host, name)
                 if tokens is None:

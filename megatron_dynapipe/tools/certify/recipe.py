@@ -10,7 +10,7 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.extras import check_bridge
 from megatron_dynapipe.processes import run_guarded
 from megatron_dynapipe.tools.certify.records import RankRecord, read_records
-from megatron_dynapipe.tools.certify.verdict import Check, losses_of, of_first, of_iterations
+from megatron_dynapipe.tools.certify.verdict import Check, losses_of, of_first, of_iterations, of_steps
 
 WORKER = "megatron_dynapipe.bridge.certified"
 """The module that every rank runs."""
@@ -40,7 +40,7 @@ def certify_recipe(
         said: called with a line before each run and after it.
 
     Returns:
-        The table; no differences of single parameters, which are not compared; the rates of the steps.
+        The table; no differences of single parameters' gradients, which are not compared; the rates of the steps.
 
     Raises:
         ConfigError: a run could not be started, or ended early; the message is its own.
@@ -70,6 +70,7 @@ def certify_recipe(
         for precision in filter(None, (FP32, begun.half)):
             run(REFERENCE, precision, 1)
             run(PLANNED, precision, ranks)
+        said("not compared: losses of single samples, isolation, repetition, dropout")
         return compared(folder), {}, begun.notes[0]
 
 
@@ -80,7 +81,12 @@ def compared(folder: Path) -> list[Check]:
     checks = [
         of_iterations("losses", losses_of(planned), alone.losses),
         of_iterations("gradient norms", planned[-1].norms, alone.norms),
+        *of_steps(folder / f"{PLANNED}-{FP32}", folder / f"{REFERENCE}-{FP32}"),
     ]
+    changed = [(rank, record.unfrozen) for rank, record in enumerate(planned) if record.unfrozen is not None]
+    if changed:
+        names = [f"rank {rank}: {name}" for rank, found in changed for name in found]
+        checks.append(Check(name="frozen weights", error=len(names), allowed=0.0, where=names[0] if names else ""))
     if half := begun.half:
         (other,), planned = (read_records(folder / f"{role}-{half}") for role in (REFERENCE, PLANNED))
         checks += [

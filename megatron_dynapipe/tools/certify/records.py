@@ -36,6 +36,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
         notes: lines on the samples that are trained, for whoever asked for the certificate.
         device: that it ran on, a kind of torch's.
         half: the half precision that a recipe trains in; empty for none.
+        unfrozen: frozen weights that have changed; None if no weights are frozen.
         parts: sets of gradients, of updates and moments after the last step, by name; a file has their names and
             places, and the values apart.
     """
@@ -50,6 +51,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
     notes: list[str] = []
     device: str = "cpu"
     half: str = ""
+    unfrozen: list[str] | None = None
     parts: dict[str, list[Part]] = {}
 
     def write(self, folder: Path, rank: int) -> None:

@@ -20,10 +20,10 @@ from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
 from megatron_dynapipe.integration.entry.preflight import long_samples
-from megatron_dynapipe.integration.entry.session import Session
+from megatron_dynapipe.integration.entry.script import ScriptRun
+from megatron_dynapipe.integration.equip.attention import has_engine_attention
 from megatron_dynapipe.integration.execution.step_functions import masked_loss, takes_mask
 from megatron_dynapipe.integration.models.experts import finish_iteration, forget_iteration, routers_of
-from megatron_dynapipe.integration.models.packed_rows import RowFormat
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
@@ -54,12 +54,12 @@ def position_losses(model: nn.Module, tokens: Tensor, labels: Tensor, inputs: Te
     shape = Shape(1, inputs.size(1), length)
     s = torch.tensor([inputs.size(1)], dtype=torch.int32, device=device)
     t = torch.tensor([length], dtype=torch.int32, device=device)
-    attention = padded_attention(shape, s, t, RowFormat.of([model]))
+    attention = padded_attention(shape, s, t, engine=has_engine_attention([model]))
     losses = model(T5StageInputs(tokens=inputs, decoder_tokens=tokens, labels=labels, **attention))
     return losses
 
 
-class ReferenceSession(Session):
+class ReferenceRun(ScriptRun):
     """A run of one process that takes the samples of each iteration one by one.
 
     It writes its first weights as a checkpoint, for the planned run to begin from, unless it has begun from one.
@@ -72,10 +72,10 @@ class ReferenceSession(Session):
     @override
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Numbers of iterations; samples are read where they are used."""
-        run = self._run
-        split = self._run.inputs.splits[0]
-        self.record.notes = [*long_samples(split_sampler(run.data, split), run.data, split)]
-        if self._run.checkpoints.pretrained is None:
+        config = self.host.config
+        split = config.inputs.splits[0]
+        self.record.notes = [*long_samples(split_sampler(config.data, split), config.data, split)]
+        if config.checkpoints.pretrained is None:
             (self.folder / "weights").mkdir()
             checkpoint.save(self._modules[0], self.folder / "weights")
         return iter(range(1_000_000)), None, None
@@ -87,11 +87,11 @@ class ReferenceSession(Session):
         """One iteration, in place of Megatron's schedule; gradients are finished as Megatron finishes them."""
         models = model if isinstance(model, list) else [model]
         parts = self.record.parts
-        models[0].train(not self._run.model.dropout)
+        models[0].train(not self.host.config.model.dropout)
         batch = self._samples_of(next(data_iterator))
         self.samples = len(batch)
         is_first = not parts
-        half = self._run.model.dtype is not torch.float32
+        half = self.host.weights_dtype is not torch.float32
         if is_first and half:  # noise: what the order of samples makes
             self._run_all(models, batch[::-1])
             parts[REVERSED] = gradients_of(models)
@@ -103,8 +103,8 @@ class ReferenceSession(Session):
         return [report]
 
     def _samples_of(self, iteration: int) -> list[Sample]:
-        run = self._run
-        split = self._run.inputs.splits[0]
+        run = self.host.config
+        split = run.inputs.splits[0]
         meta = read_meta(run.data)
         reader = open_split(run.data, split.name, run.family)
         loss_on = run.loss_on or LossOn(meta.loss)
@@ -132,13 +132,13 @@ class ReferenceSession(Session):
         reports: list[dict[str, Tensor]] = []
         vectors = vectors_of(model) if keeps else []
         before = [torch.zeros_like(vector.main_grad) for vector in vectors]
-        tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        tokens = torch.zeros([], dtype=torch.int, device=self.host.device)
         for number, *values, encoded in samples:
             words, labels, counts = map(self._row, values)
             inputs = None if encoded is None else self._row(encoded)
             for router in routers_of(models):
                 router.begin(torch.zeros_like(words[0]), 1)
-            with torch.autocast(self._device.type, config.autocast_dtype, enabled=config.enable_autocast):
+            with torch.autocast(self.host.device.type, config.autocast_dtype, enabled=config.enable_autocast):
                 losses = position_losses(model, words, labels, inputs)
             loss, count = forward_step_calc_loss(
                 model, losses, partial(masked_loss, counts), config, vp_stage=None, collect_non_loss_data=False,
@@ -165,7 +165,7 @@ class ReferenceSession(Session):
 
     def _row(self, values: object) -> Tensor:
         """Numbers of a sample's positions as a batch of one, [1, positions], on the device."""
-        return torch.tensor(values, device=self._device)[None]
+        return torch.tensor(values, device=self.host.device)[None]
 
 
 def vectors_of(model: nn.Module) -> list[Any]:

@@ -64,7 +64,7 @@ def checks_fp32(planned: Path, reference: Path) -> tuple[list[Check], dict[str, 
         _samples(ranks, alone),
         of_iterations("gradient norms", ranks[-1].norms, alone.norms),
         gradients,
-        *_steps(planned, reference),
+        *of_steps(planned, reference),
         *_isolation(ranks),
         _moved("determinism", [record.repeated for record in ranks], still),
         _moved("recomputation", [record.recomputed for record in ranks], STILL),
@@ -188,7 +188,7 @@ def _gradients(planned: Path, reference: Path) -> tuple[Check, dict[str, float]]
     return Check(name="gradients", error=errors[worst], where=where), errors
 
 
-def _steps(planned: Path, reference: Path) -> list[Check]:
+def of_steps(planned: Path, reference: Path) -> list[Check]:
     """How far every parameter has moved after the last step, and the optimizer's means of its gradients."""
     gradients = above_rounding(whole(read_parts(reference, GRADIENTS)))
     sure = {name: _is_sure(gradient) for name, gradient in gradients.items()}
@@ -197,13 +197,19 @@ def _steps(planned: Path, reference: Path) -> list[Check]:
     for kind in alone.parts:
         if kind in (GRADIENTS, SAMPLES):
             continue
-        parts = [[part for part in of_rank if part[0] in sure] for of_rank in read_parts(planned, kind)]
-        expected = {name: tensor for name, tensor in whole(read_parts(reference, kind)).items() if name in sure}
+        parts = read_parts(planned, kind)
+        expected = whole(read_parts(reference, kind))
+        if others := {part[0] for of_rank in parts for part in of_rank} ^ expected.keys():
+            where = f"{min(others)} is trained by one of the two runs"
+            checks.append(Check(name=kind, error=float("inf"), allowed=STEPS, where=where))
+            continue
         try:
-            actual = whole(parts, tolerance=STEPS)
+            sure_parts = [[part for part in of_rank if part[0] in sure] for of_rank in parts]
+            actual = whole(sure_parts, tolerance=STEPS)
         except DataError as error:
             checks.append(Check(name=kind, error=float("inf"), allowed=STEPS, where=error.message))
             continue
+        expected = {name: tensor for name, tensor in expected.items() if name in sure}
         if kind == UPDATES:
             actual = {name: tensor[sure[name]] for name, tensor in actual.items()}
             expected = {name: tensor[sure[name]] for name, tensor in expected.items()}

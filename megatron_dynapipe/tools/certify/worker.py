@@ -12,7 +12,7 @@ from megatron_dynapipe.integration.entry import bootstrap
 
 
 def train(role: str, family: str, folder: Path) -> None:
-    """Train as the entry scripts do, under a session that records, and write this rank's record."""
+    """Train as the entry scripts do, under a run that records, and write this rank's record."""
     from megatron.training import get_args, pretrain, training
 
     from megatron_dynapipe.integration.entry import runs
@@ -20,14 +20,14 @@ def train(role: str, family: str, folder: Path) -> None:
     from megatron_dynapipe.integration.hooks import replacements
     from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
     from megatron_dynapipe.tools.certify.parameters import steps_of, weights_of
-    from megatron_dynapipe.tools.certify.planned import ProbedSession
+    from megatron_dynapipe.tools.certify.planned import ProbedRun
     from megatron_dynapipe.tools.certify.records import RankRecord
-    from megatron_dynapipe.tools.certify.reference import ReferenceSession
+    from megatron_dynapipe.tools.certify.reference import ReferenceRun
 
     make: Any = runs.RUNS[ModelFamily(family)]
-    session, arguments = make(session_type=ReferenceSession if role == "reference" else ProbedSession)
-    session.record = record = RankRecord()
-    session.folder = folder
+    run, arguments = make(run_type=ReferenceRun if role == "reference" else ProbedRun)
+    run.record = record = RankRecord()
+    run.folder = folder
     log = training.training_log
     train_all = training.train
 
@@ -51,9 +51,9 @@ def train(role: str, family: str, folder: Path) -> None:
 
     training.training_log = recorded
     training.train = with_steps
-    with process_groups(), session, replacements.installed(session):
+    with process_groups(), run, replacements.installed(run):
         pretrain(**arguments)
-    record.device = session._device.type
+    record.device = run.host.device.type
     record.write(folder, int(os.environ.get("RANK", "0")))
 
 

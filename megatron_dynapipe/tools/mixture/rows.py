@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.files import open_regular
+from megatron_dynapipe.files import open_regular, read_up_to
 
 BLOCK_BYTES = 1_000_000
 MOST_LINE_BYTES = 64_000_000
@@ -156,7 +156,7 @@ def _json_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
 
 def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     """The rows of one array, which is read whole."""
-    content = head + file.read(MOST_ARRAY_BYTES)
+    content = head + read_up_to(file, MOST_ARRAY_BYTES)
     if len(content) > MOST_ARRAY_BYTES:
         raise DataError(
             f"{path}: expected an array of at most {MOST_ARRAY_BYTES} bytes, found more",

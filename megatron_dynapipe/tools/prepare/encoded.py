@@ -1,17 +1,18 @@
 """Texts → token ids, in batches; of what a chat template wrote also where each token stands."""
 
+import contextlib
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
 import tokenizers
 
-from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.errors import DataError, DynaPipeError
 from megatron_dynapipe.tools.mixture.messages import RowError
-from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, check_ids, load_tokenizer
 
 
 class Encoded(Protocol):
@@ -85,10 +86,22 @@ class TextEncoder:
         self._fast: tokenizers.Tokenizer | None = None
         path = folder / "tokenizer.json"
         if path.is_file():
-            self._fast = tokenizers.Tokenizer.from_file(str(path))
-            self._fast.no_padding()
-            self._fast.no_truncation()
+            check_ids(path)
+            with self._failing():
+                self._fast = tokenizers.Tokenizer.from_file(str(path))
+                self._fast.no_padding()
+                self._fast.no_truncation()
         self.around = self._around()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Whatever goes wrong in the tokenizer is a `DataError`: it raises nothing narrower than Exception."""
+        try:
+            yield
+        except DynaPipeError:
+            raise
+        except Exception as error:
+            raise DataError(f"{self._folder}: expected a tokenizer that encodes any text, it fails: {error}") from error
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -116,20 +129,23 @@ class TextEncoder:
             encoded = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
             return [list(ids) for ids in encoded["input_ids"]]
         self._fast.encode_special_tokens = True
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._failing():
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
 
     def rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Each text that a template wrote, its special tokens encoded as such, with the places of its tokens."""
         if self._fast is None:
             return [SlowEncoded(text, self._with_special_tokens) for text in texts]
         self._fast.encode_special_tokens = False
-        encoded = self._fast.encode_batch(texts, add_special_tokens=False)
+        with self._failing():
+            encoded = self._fast.encode_batch(texts, add_special_tokens=False)
         return [FastEncoded(encoding.ids, encoding.offsets) for encoding in encoded]
 
     def _with_special_tokens(self, text: str, *, around: bool = False) -> list[int]:
-        if self._fast is not None:
-            return self._fast.encode(text, add_special_tokens=around).ids
-        return list(self.tokenizer(text, add_special_tokens=around)["input_ids"])
+        with self._failing():
+            if self._fast is not None:
+                return self._fast.encode(text, add_special_tokens=around).ids
+            return list(self.tokenizer(text, add_special_tokens=around)["input_ids"])
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As it is seen around a letter; raises DataError where the letter has other tokens then."""

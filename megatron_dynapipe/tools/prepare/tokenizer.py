@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.errors import DataError, DynaPipeError
+from megatron_dynapipe.files import read_bounded
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SENTINEL = "<extra_id_{}>"
@@ -54,6 +56,27 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, *, sentinels: in
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
 
 
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**24)]] | list[Any] = []
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Vocabulary
+
+
+def check_ids(path: Path) -> None:
+    """Check the ids of a `tokenizer.json`: for a large one the library asks for as much memory.
+
+    Raises:
+        DataError: an id is none, or the file is none of a tokenizer.
+        OSError: it cannot be read.
+    """
+    try:
+        msgspec.json.decode(read_bounded(path), type=_TokenizerFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: expected a HuggingFace tokenizer, found another file: {error}") from error
+
+
 def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
     """Load a tokenizer from a folder, without network and without running code from it.
 
@@ -68,12 +91,15 @@ def load_tokenizer(folder: Path, *, pad_token: str | None = None) -> Tokenizer:
         raise DataError(f"expected a tokenizer folder at {folder}, found none")
     try:
         if (folder / "tokenizer.json").is_file():
+            check_ids(folder / "tokenizer.json")
             # Imports no torch, which takes half a gigabyte.
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
         tokenizer = Loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except DynaPipeError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
         raise DataError(f"{folder}: expected a HuggingFace tokenizer, cannot load it: {error}") from error
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():

@@ -1,8 +1,8 @@
-"""A model with Megatron's own attention, stepped as a patched checkout's script does, which knows no packed rows."""
+"""A model with Megatron's own attention, stepped as a patched checkout's script does, which knows no rows."""
 
 from functools import partial
 
-from megatron_dynapipe.integration.execution.row_injection import RowInjection
+from megatron_dynapipe.integration.equip.labels import for_all_positions
 from megatron_dynapipe.integration.execution.step_functions import gpt_batch, masked_loss
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.trainer import Trainer
@@ -20,8 +20,10 @@ def script_step(batches, model):
 def train(layout: Layout) -> dict[str, object]:
     """Loss and gradients of an iteration."""
     trainer = Trainer(layout)
-    trainer.pipeline._runner.make_batch = partial(gpt_batch, explicit_mask=True)
-    trainer.pipeline._step_function = RowInjection().wrap(script_step)
+    trainer.pipeline._runner.make_batch = lambda host, device: for_all_positions(
+        gpt_batch(host, device, explicit_mask=True)
+    )
+    trainer.pipeline._step_function = script_step
     trainer.gradients()
     loss, gradients = trainer.gradients()
     return {"loss": loss, "gradients": gradients}

@@ -176,8 +176,6 @@ def refused(layout: Layout) -> dict[str, str]:
     """What a pipeline says of each thing that it cannot run."""
     trainer = Trainer(layout)
     config, given = trainer.models[0].config, {"optimizer": trainer.optimizer, "batch": trainer.batch}
-    packed = planner(layout)
-    packed.settings = msgspec.structs.replace(packed.settings, micro_batch_layouts=tuple(BatchLayout))
 
     def said(*, plans: Planner | None = None, **changes: object) -> str:
         own = {name: changes.pop(name, value) for name, value in given.items()}
@@ -190,7 +188,6 @@ def refused(layout: Layout) -> dict[str, str]:
 
     return {
         "layout": said(plans=planner(Layout(stages=2))),
-        "rows": said(plans=packed),
         "loss": said(calculate_per_token_loss=False),
         "fp8": said(fp8="hybrid"),
         "modules": said(recompute_modules=["core_attn", "layernorm"]),

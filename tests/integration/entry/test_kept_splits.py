@@ -2,8 +2,13 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
+import pytest
+
+import megatron_dynapipe
+from megatron_dynapipe.integration.entry.kept_splits import code_digest
 from tests.helpers import entry_scripts
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
@@ -38,3 +43,14 @@ def test_a_split_is_kept_for_the_next_start_of_the_same_run(tmp_path: Path) -> N
     file.write_bytes(os.urandom(8))
     assert start() == (split, "")
     assert start("--seed 77")[1] == ""
+
+
+@pytest.mark.parametrize("changed", ["choosing/layer_split.py", "ways/pieces.py", "core/_native.so", "a_new_room.py"])
+def test_an_upgrade_chooses_anew_wherever_the_choice_is_made(tmp_path: Path, changed: str) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(Path(megatron_dynapipe.__path__[0]), package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = code_digest(package)
+    assert before == code_digest(Path(megatron_dynapipe.__path__[0]))
+    with (package / changed).open("a") as file:
+        file.write("# better\n")
+    assert code_digest(package) != before

@@ -135,22 +135,22 @@ def test_ranks_start_together_or_one_reports(failing):
 @pytest.mark.parametrize("skipped", [0, 3])
 def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
     from megatron_dynapipe.integration.hooks import active_run
-    from tests.integration.hooks.test_replacements import FakeSession
+    from tests.integration.hooks.test_replacements import FakeRun
 
     lost = f" iteration 4/ 9 | loss scale: 1.0 | number of skipped iterations: {skipped:3d} |"
     good = lost.replace(" loss scale", " lm loss: 2.5E+00 | loss scale")
-    plan = FakeSession().log_text()
+    plan = FakeRun().text()
     assert active_run.log_line(lost) == lost
-    active_run.activate(FakeSession())
+    active_run.activate(FakeRun())
     try:
         said = lost if skipped else lost.replace(" loss scale", " lm loss: nan | loss scale")
         assert active_run.log_line(lost) == said + plan
         assert active_run.log_line(good) == good + plan
         assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
-        monkeypatch.setattr(FakeSession, "has_labels", False)
+        monkeypatch.setattr(FakeRun, "has_labels", False)
         assert " no token of this batch counts |" in active_run.log_line(good)
-        monkeypatch.setattr(FakeSession, "has_labels", True)
-        monkeypatch.setattr(FakeSession, "tokens", 16_301)
+        monkeypatch.setattr(FakeRun, "has_labels", True)
+        monkeypatch.setattr(FakeRun, "tokens", 16_301)
         assert "| global batch size: 16301 tokens | lm" in active_run.log_line(f" | global batch size:   80 | lm{good}")
     finally:
         active_run.deactivate()

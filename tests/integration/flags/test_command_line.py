@@ -29,7 +29,7 @@ OURS = """
 --dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
 --dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
---dynapipe-lookahead --dynapipe-loss --dynapipe-planner-cores --dynapipe-planners --dynapipe-report-dir
+--dynapipe-lookahead --dynapipe-loss --dynapipe-planner-cores --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-schedule
 --dynapipe-store-bind --dynapipe-store-url-file
 --dynapipe-slices --dynapipe-softmax-scale --dynapipe-split-backward --dynapipe-timeout-s --dynapipe-truncate
@@ -101,7 +101,7 @@ REFUSED = {
     "--sort-dataset": "--sort-dataset is not taken: the order of samples follows from --seed",
     "--dataloader-type ordered": "--dataloader-type ordered is not taken",
     "--dynapipe-lookahead 0": "argument --dynapipe-lookahead: expected a number from 1 to 1000000, got 0",
-    "--dynapipe-planner-cores 0": "/--dynapipe-planners: expected a number from 1 to 1000000, got 0",
+    "--dynapipe-planner-cores 0": "--dynapipe-planner-cores: expected a number from 1 to 1000000, got 0",
     "--dynapipe-timeout-s nan": "--dynapipe-timeout-s: expected a number above 0 and up to 1e+09, got nan",
     "--dynapipe-softmax-scale 0": "--dynapipe-softmax-scale: expected a number above 0 and up to 1e+09, got 0",
     "--dynapipe-calibrate -1": "--dynapipe-calibrate: expected a number from 0 to 1e+09, got -1",
@@ -216,7 +216,6 @@ VALUES = [
     ("--train-iters 2", "planners", "1"),
     ("--train-iters 2", "planner_cores", "1"),
     ("--train-iters 2 --dynapipe-planner-cores 3", "planner_cores", "3"),
-    ("--train-iters 2 --dynapipe-planners 3", "planner_cores", "3"),
     ("--train-iters 2 --dynapipe-planner-cores auto", "planner_cores", "None"),
     ("--train-iters 7", "inputs.splits.0.iterations", "7"),
     ("--train-samples 50", "inputs.splits.0.iterations", "3"),

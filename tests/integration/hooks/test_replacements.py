@@ -21,7 +21,7 @@ from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import in_ranks
 
 
-class FakeSession:
+class FakeRun:
     """What the hooks ask of a run."""
 
     shape = None
@@ -29,6 +29,10 @@ class FakeSession:
     samples = 19
     tokens: int | None = None
     has_labels = True
+
+    @property
+    def log(self) -> "FakeRun":
+        return self
 
     def forward_backward(self) -> str:
         return "planned"
@@ -42,7 +46,7 @@ class FakeSession:
     def flops(self, count: float) -> float:
         return count - 7.0
 
-    def log_text(self) -> str:
+    def text(self) -> str:
         return " micro-batches: 3 |"
 
 
@@ -77,15 +81,15 @@ def test_replacements_are_installed_once_and_reverted():
     before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     lines: list[str] = []
     training.print_rank_last, before[-1] = lines.append, lines.append
-    session = FakeSession()
-    with replacements.installed(session):
+    run = FakeRun()
+    with replacements.installed(run):
         schedules = [module.get_forward_backward_func(pp_size=1, vp_size=None) for module in modules]
-        assert schedules == [session.forward_backward] * 4
+        assert schedules == [run.forward_backward] * 4
         training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
         training.print_rank_last("something else")
-        with pytest.raises(ConfigError, match="got a second one"), replacements.installed(FakeSession()):
+        with pytest.raises(ConfigError, match="got a second one"), replacements.installed(FakeRun()):
             pass
-        assert active_run.schedule(max) == session.forward_backward
+        assert active_run.schedule(max) == run.forward_backward
     after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
     assert after == before
     assert active_run.schedule(max) is max
@@ -192,9 +196,9 @@ def test_samples_shapes_and_flops_are_those_of_the_plan():
     args = SimpleNamespace(iteration=3, consumed_train_samples=100, global_batch_size=16)
     active_run.count_samples(args)
     assert args.consumed_train_samples == 100 and active_run.micro_batch_shape(1, 96) == (1, 96)
-    session = FakeSession()
-    session.shape = Shape(3, 40)
-    active_run.activate(session)
+    run = FakeRun()
+    run.shape = Shape(3, 40)
+    active_run.activate(run)
     try:
         active_run.count_samples(args)  # the loop adds 16, the plan held 19
         shaped, read = (row for row in replacements.TABLE if row.name == "get_batch_on_this_tp_rank")
@@ -217,14 +221,14 @@ def test_a_patched_checkout_counts_flops_of_what_runs():
 
     from megatron_dynapipe.integration.entry import runs
 
-    class Session(FakeSession, contextlib.nullcontext):
+    class Reporting(FakeRun, contextlib.nullcontext):
         def print_report(self) -> None:
             """Nothing was recorded."""
 
     counts = []
     with (
         mock.patch.object(megatron.training, "get_args", return_value=SimpleNamespace(use_dynapipe=True)),
-        mock.patch.object(runs, "patched_session", return_value=Session()),
+        mock.patch.object(runs, "patched_run", return_value=Reporting()),
         mock.patch.object(training, "num_floating_point_operations", return_value=100.0),
     ):
         for change in (lambda: None, lambda: checkout.dataset_provider(print), checkout.finish):

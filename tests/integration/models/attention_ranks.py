@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.integration.models.engine_attention import ENGINE
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, attention_row
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, attention_row
 
 HEADS, CHANNELS = 4, 8
 
@@ -68,7 +68,7 @@ def row_of(queries: Sequence[int], keys: Sequence[int]) -> PackedRow:
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         host = RowSegments.of(starts, sum(lengths))
         made.append(DeviceSegments(host=host, offsets=host.offsets, positions=host.positions))
-    return attention_row(made[0], made[0] if queries == keys else made[1], RowFormat.LOCAL)
+    return attention_row(made[0], made[0] if queries == keys else made[1])
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: object, **options: object) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_dynapipe.integration.models import attention as attention_module
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 from megatron_dynapipe.integration.models.kept_keys import KeptPiece, clear_kept_keys
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, RowFormat, self_row
+from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, PackedRow, self_row
 from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import (
     BY_ENGINE,
@@ -60,7 +60,7 @@ def row_of(piece: int, device: str = "cpu") -> PackedRow:
     host = RowSegments.of([0, length, length + OTHERS[piece]], length + OTHERS[piece] + 2, cut)
     assert host.positions[0, 0] == ENDS[piece], "positions go on"
     made = DeviceSegments(host=host, offsets=host.offsets, positions=host.positions, key_offsets=host.key_offsets)
-    return on_device(self_row(made, RowFormat.LOCAL), device)
+    return on_device(self_row(made), device)
 
 
 def attention_of(groups: int, channels: int = CHANNELS, *, engine: bool = False) -> SdpaCoreAttention:

@@ -5,7 +5,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from megatron_dynapipe.core.errors import DataError
@@ -41,7 +40,6 @@ PROJECT = {"package.json": b"{}", "src/index.ts": b"main()"}
     [
         ({"letter.txt": b"dear"}, "expected a dataset folder with a manifest.json"),
         (PROJECT | {"manifest.json": b'{"name": "my app", "icons": []}'}, "expected dynapipe-dataset/3"),
-        (PROJECT | {"meta.json": b'{"format": "mine"}'}, "expected dynapipe-dataset/1"),
         (PROJECT | {"manifest.json": b'{"format": "dynapipe-dataset/4"}'}, "Invalid enum value"),
         (PROJECT | {"manifest.json": b"[" * 100_000}, "expected dynapipe-dataset/3"),
     ],
@@ -94,31 +92,13 @@ def test_a_file_that_comes_while_the_dataset_is_made_stays(tmp_path, made, monke
 
 
 def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
-    """Also one of version 1, and an empty folder; what was there is in the note."""
+    """Also an empty folder; what was there is in the note."""
     folder = write(tmp_path / "data", made)
     settings = PrepareSettings(source="test", vocabulary_size=300)
     meta, notes = prepare_dataset(text_samples(30), folder, settings)
     assert meta.split_samples["train"] == 26
     assert notes == (f"replaced another dataset in {folder}: 40 samples of test",)
     assert "nothing to do" in prepare_dataset(text_samples(30), folder, settings)[1][0]
-    old = msgspec.json.decode((folder / "manifest.json").read_bytes())
-    for name in (
-        "read",
-        "skipped",
-        "truncated",
-        "rates",
-        "sides",
-        "loss",
-        "lengths",
-        "content_hash",
-        "recipe",
-        "files",
-    ):
-        del old[name]
-    samples = {split: sum(by_task.values()) for split, by_task in old["samples"].items()}
-    old |= {"format": "dynapipe-dataset/1", "samples": samples, "tokenizer": "tokenizer"}
-    (folder / "manifest.json").unlink()
-    (folder / "meta.json").write_bytes(msgspec.json.encode(old))
     prepare(folder)
     assert files(folder) == made
     (tmp_path / "empty").mkdir()

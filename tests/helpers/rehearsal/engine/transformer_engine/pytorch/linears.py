@@ -258,6 +258,7 @@ class _Grouped(torch.autograd.Function):
         def product(rows: list[Tensor], of_output: list[Tensor], _: object) -> tuple[object, list[None], None]:
             pairs = zip(weights, rows, of_output, strict=True)
             gradients = [_weight_gradient(weight, a, b, linear, ctx.is_first) for weight, a, b in pairs]
+            of_weights[:] = gradients
             return gradients, [None] * len(gradients), None
 
         of_weights: Any = [None] * len(weights)

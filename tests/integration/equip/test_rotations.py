@@ -9,10 +9,11 @@ def test_few_lengths_are_kept():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from torch import nn
 
-    from megatron_dynapipe.integration.models.packed_rows import rotate_by_sample
+    from megatron_dynapipe.integration.equip.rotations import equip_rotations
+    from megatron_dynapipe.integration.equip.told import Channel
 
     rotary, alone = (RotaryEmbedding(8, 1.0, use_cpu_initialization=True) for _ in range(2))
-    rotate_by_sample([nn.ModuleDict({"rotary": rotary})])
+    equip_rotations([nn.ModuleDict({"rotary": rotary})], Channel())
     made: set[int] = set()
     get_emb = rotary.get_emb
     rotary.get_emb = lambda length, offset=0: (made.add(length), get_emb(length, offset))[1]

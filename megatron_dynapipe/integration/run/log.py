@@ -1,7 +1,7 @@
 """What a run says of itself on this rank: lines of iterations, losses of tasks, FLOPs, records, the report."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -14,15 +14,13 @@ from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.integration.entry.about import about
 from megatron_dynapipe.integration.execution.task_losses import TaskLosses, named_losses
-from megatron_dynapipe.integration.flags.run_config import RunConfig, label_flops
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
-from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
+from megatron_dynapipe.integration.run.host import Host
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.report.records import IterationRecord, RunRecord
-from megatron_dynapipe.runtime import Trace, platform_of
+from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts
 from megatron_dynapipe.service.planned_splits import check_unchanged, split_sampler
@@ -34,9 +32,10 @@ class RunLog:
     """The log and the records of a run that has been started. Made on all ranks together.
 
     Args:
-        run: what was asked for.
+        host: the program that trains.
         inputs: of its plans, as they are on all ranks.
         control: the group of all ranks.
+        about: the run in words.
         longest: the shape that a run without planning would pad every sample to.
         stage: this rank's.
         stages: of the pipeline.
@@ -46,46 +45,48 @@ class RunLog:
     """
 
     def __init__(
-        self, run: RunConfig, inputs: PlanInputs, control: ControlGroup, *, longest: Shape, stage: int, stages: int
+        self,
+        host: Host,
+        inputs: PlanInputs,
+        control: ControlGroup,
+        *,
+        about: Mapping[str, str],
+        longest: Shape,
+        stage: int,
+        stages: int,
     ) -> None:
-        self._run = run
+        self._host = host
         self._inputs = inputs
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
-        names = read_meta(run.data).tasks
+        self._stage = "last stage" if stage == stages - 1 else "first stage" if stage == 0 else f"stage {stage + 1}"
+        names = read_meta(host.sources.data).tasks if host.names_tasks else ()
         self._tasks: Sequence[str] = names if len(names) > 1 else ()
         self._task_losses = TaskLosses(self._tasks, is_last=stage == stages - 1)
-        self._peak_flops = _peak_flops(run)
+        self._peak_flops = _peak_flops(host)
         self._knows_lengths = False
         self.latest: PlannedIteration | None = None
         self._trace: Trace | None = None
         self._labels: torch.Tensor | None = None
-        # On rank 0 first, which moves earlier records.
-        self._recorder = control.run_on_all(lambda: self._make_recorder(control, longest, stages))
-
-    def _make_recorder(self, control: ControlGroup, longest: Shape, stages: int) -> Recorder:
-        run = self._run
-        planner = self._inputs.planner
-        return Recorder(
-            run.report_folder,
+        planner = inputs.planner
+        self._recorder = Recorder(
+            host.sources.report_folder,
             RunRecord(
                 world_size=torch.distributed.get_world_size(),
                 stages=stages,
                 memory_limit_bytes=planner.memory_limit_bytes,
                 model_state_bytes=planner.model_state_bytes or (),
                 maximum=longest,
-                first_iteration=self._inputs.splits[0].first_iteration,
+                first_iteration=inputs.splits[0].first_iteration,
                 computed_costs=self._is_computed,
-                samples=read_meta(run.data).samples,
-                about=about(run),
+                samples=read_meta(host.sources.data).samples,
+                about=dict(about),
             ),
             control.collect,
             rank=control.rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            write_metrics=functools.partial(
-                write_metrics, platform=platform_of(run.device), interval=run.metrics_interval
-            ),
-            memory=functools.partial(memory_counts, run.device),
-            reserves_all=run.reserves_all_memory,
+            write_metrics=host.write_metrics,
+            memory=functools.partial(memory_counts, host.device),
+            reserves_all=host.reserves_all_memory,
             with_limits=self._with_limits,
         )
 
@@ -118,11 +119,11 @@ class RunLog:
         self._labels = labels
         reports = self._task_losses.add(losses)
         self._recorder.add(item, trace, reports)
-        if (item.entry.iteration + 1) % self._run.log_interval == 0:
+        if (item.entry.iteration + 1) % self._host.log_interval == 0:
             # One reduction over replicas, for all tasks.
             self._task_losses.finish(parallel_state.get_data_parallel_group(with_context_parallel=True))
             self._recorder.add_task_losses(self._read_task_losses)
-        self._knows_lengths = count_flops(item, self._run.device)
+        self._knows_lengths = self._host.count_lengths(item)
         return reports
 
     def stepped(self) -> None:
@@ -147,6 +148,18 @@ class RunLog:
         return named
 
     @property
+    def samples(self) -> int:
+        """Samples of the latest training iteration; one must have run."""
+        assert self.latest is not None, "no iteration has been trained"
+        return self.latest.entry.totals.samples
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the latest training iteration, where a batch's size is given in tokens."""
+        in_tokens = self._inputs.splits[0].sampler.tokens_per_iteration is not None
+        return self.latest.entry.totals.real_tokens if in_tokens and self.latest is not None else None
+
+    @property
     def has_labels(self) -> bool:
         """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
         return self._labels is None or bool(self._labels)
@@ -157,7 +170,7 @@ class RunLog:
         Positions without labels leave out those of the last MLP and the head.
         """
         left_out = 0 if self.latest is None else self.latest.entry.totals.left_out
-        executed = count - left_out * label_flops(self._run.planner, self._run.shape)
+        executed = count - left_out * self._host.flops_of_label
         if self._peak_flops and self._knows_lengths:
             self._recorder.at_peak_ns = round(executed / self._peak_flops * 1e9)
         return executed
@@ -165,8 +178,8 @@ class RunLog:
     def text(self) -> str:
         """The latest training iteration's plan in the form of Megatron's log line; empty before the first.
 
-        Times are from the first pass of this stage, the last, to its last one; those of the summary and pictures are
-        of all stages. Megatron has waited for the loss, so they are known.
+        Times are from the first pass of this rank's stage to its last one; the summary and the pictures have all
+        stages'. The loop has waited for the loss, so they are known.
         """
         if self.latest is None or self._trace is None:
             return ""
@@ -175,12 +188,12 @@ class RunLog:
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
         sums = self._task_losses.read(whole=True)
         by_task = {task: total / count for task, (total, count) in sums.items()}
-        write_task_losses(by_task, self.latest.entry.iteration + 1)
+        self._host.write_task_losses(by_task, self.latest.entry.iteration + 1)
         tasks = (" %s: %.6E |" * len(by_task)) % (*chain.from_iterable(by_task.items()),)  # half the time of f-strings
         return (
             f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
-            f" last stage predicted (ms): {self._predicted(self.latest.entry)} |"
-            f" last stage measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
+            f" {self._stage} predicted (ms): {self._predicted(self.latest.entry)} |"
+            f" {self._stage} measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
             f" plan wait (ms): {self.latest.waited_seconds * 1e3:.1f} |{cut}"
             + (f"\n loss by task |{tasks}" if tasks else "")
         )
@@ -196,7 +209,7 @@ class RunLog:
         """The record of an iteration of training with where its time went; under computed costs, its plan's time."""
         check_unchanged(self._inputs)
         planner = planner_of(self._inputs.planner, self._inputs.costs.load())
-        batch = split_sampler(self._run.data, self._inputs.splits[0]).batch(record.iteration)
+        batch = split_sampler(self._host.sources.data, self._inputs.splits[0]).batch(record.iteration)
         bounds = limits(planner, batch, planner.plan(batch, record.iteration))
         measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
         shares = bounds.shares(record.predicted_ns, *measured)
@@ -214,9 +227,9 @@ class RunLog:
             say("\n".join(filter(None, [summary, planning_load])))
 
 
-def _peak_flops(run: RunConfig) -> float:
+def _peak_flops(host: Host) -> float:
     """Floating-point operations a second of all the run's devices at most; 0 where that is not known."""
-    if run.device.type != "cuda" or run.model.dtype.itemsize != 2:  # data sheets say that of half precision
+    if host.device.type != "cuda" or host.weights_dtype.itemsize != 2:  # data sheets say that of half precision
         return 0.0
-    peak = peak_flops(torch.cuda.get_device_name(run.device)) or 0.0
+    peak = peak_flops(torch.cuda.get_device_name(host.device)) or 0.0
     return peak * torch.distributed.get_world_size()

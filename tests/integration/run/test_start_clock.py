@@ -2,7 +2,7 @@
 
 import time
 
-from megatron_dynapipe.integration.entry.start_clock import StartClock
+from megatron_dynapipe.integration.run.start_clock import StartClock
 
 
 def test_the_clock_begins_with_the_process_and_adds_up_what_a_phase_takes():

@@ -1,0 +1,32 @@
+"""What a recipe's built model can be given, as settings of plans; what it lacks is said once, by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from megatron_dynapipe.core.units import BatchLayout
+from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.equip.linears import undivided_because
+from megatron_dynapipe.integration.equip.probe import lacking
+from megatron_dynapipe.outputs import say
+from megatron_dynapipe.runtime.control_group import ControlGroup
+
+_WHATS = ("packed rows", "pieces of samples", "divided backward passes")
+
+
+def capabilities(models: Sequence[nn.Module], control: ControlGroup) -> dict[str, Any]:
+    """Settings of `PlannerSettings` that all stages' chunks allow; every rank calls it, at the same point."""
+    here = (*lacking(models, equip(models)), undivided_because(unwrap_model(list(models))))
+    everywhere = [text.split("\n") for text in control.gather_texts("\n".join(here))]
+    packed, pieces, divided = (next(filter(None, reasons), "") for reasons in zip(*everywhere, strict=True))
+    if control.rank == 0:
+        for what, reason in zip(_WHATS, (packed, pieces, divided), strict=True):
+            if reason:
+                say(f"{what}: off, since {reason}")
+    return {
+        "micro_batch_layouts": (BatchLayout.PADDED,) if packed else tuple(BatchLayout),
+        "slices": "off" if pieces else "auto",
+        "split_backward": "off" if divided else "auto",
+    }
