@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from megatron_dynapipe import __version__
 from megatron_dynapipe.core.errors import DynaPipeError
 from megatron_dynapipe.extras import DISTRIBUTION, from_clone, missing
+from megatron_dynapipe.files import check_open_files
 from megatron_dynapipe.processes import package_path, run_guarded
 
 
@@ -181,6 +182,11 @@ def check_store(url_file: Path | None = None) -> Finding:
     return Finding("ok", f"a server starts and answers: {find_server_binary()}")
 
 
+def check_files() -> Finding:
+    """Files and connections that a process may have open."""
+    return Finding("ok", f"at most {check_open_files()} open in a process")
+
+
 def check_native_core() -> Finding:
     """The compiled planner core, which is part of the package."""
     from megatron_dynapipe.core.native import core
@@ -240,5 +246,6 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("apex", check_apex),
     ("plan store", check_store),
     ("planner core", check_native_core),
+    ("open files", check_files),
     ("versions", check_requirements),
 )

@@ -19,7 +19,7 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.hugging_face import Flags
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.integration.entry.resume_record import newest
-from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
+from megatron_dynapipe.integration.flags.trackers import RELEASE, TRACKER
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 
