@@ -14,7 +14,7 @@ from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.scheduling import schedule_batch
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
-from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, differencing, row_sizes
+from megatron_dynapipe.ways.rivals.rules import RIVALS, Room, differencing, row_sizes
 from tests.core.planner_cases import batch_of
 from tests.tools.rivals.test_methods import model
 

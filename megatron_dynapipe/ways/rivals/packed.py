@@ -14,7 +14,7 @@ from megatron_dynapipe.core.errors import ConfigError, PlanningError
 from megatron_dynapipe.core.partition import OrderedPartitions, Partition
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout
-from megatron_dynapipe.tools.rivals.rules import Room, Rule, row_sizes
+from megatron_dynapipe.ways.rivals.rules import Room, Rule, row_sizes
 
 _Rows = list[IntArray]
 
