@@ -7,7 +7,7 @@ from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
-from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionSettings, in_rows
+from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
 
 NOTHING = 0.02
 """Predictions do not tell smaller gains from none."""
@@ -51,8 +51,8 @@ def over_rows(planner: Planner, batch: GlobalBatch) -> OverRows | None:
         return None
     planned = planner.plan(batch, 0).totals.predicted_ns
     found: dict[str, int] = {}
-    for algorithm, title in TITLES.items():
-        settings = in_rows(planner.settings, PartitionSettings(algorithm=algorithm))
+    for name, title in TITLES.items():
+        settings = in_rows(planner.settings, PartitionSettings(algorithm=PartitionAlgorithm(name)))
         theirs = planner_over(settings, planner.tables, costs_digest=planner.costs_digest)
         try:
             found[title] = theirs.plan(batch, 0).totals.predicted_ns

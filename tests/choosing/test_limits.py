@@ -1,5 +1,6 @@
 """Bounds that no plan can beat, against the best order of passes that there is, and against plans of all kinds."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
 from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described, limits
-from megatron_dynapipe.choosing.planners import planner_over
+from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import even_layer_split
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape, even_layer_split
+from megatron_dynapipe.costing.adapters import Adapters
+from tests.core import planner_cases
 from tests.core.planner_cases import batch_of, of_padded_costs, planner
 from tests.helpers.examples import examples
 
@@ -107,6 +110,30 @@ def test_no_plan_is_faster_than_its_limits(
     ladder = [*bounds[:5], plan.totals.predicted_ns]
     assert all(below <= above for below, above in pairwise(ladder)), ladder
     assert bounds.rows[0] <= bounds.rows[1] <= bounds.micro_batches
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_frozen_weights_leave_adapters_the_memory_of_their_gradients(chunks) -> None:
+    """Where the states of all weights would not fit: the shares of the time add up to all of it, as they are told."""
+    sizes = {"hidden": 512, "heads": 4, "kv_channels": 128, "ffn": 2048, "vocabulary": 512}
+    shape = ModelShape(family=ModelFamily.GPT, adapters=Adapters(kind="lora", dim=8), **sizes)
+    costs = AnalyticCostModel(shape, A100_RATES, max_size=16, max_length=1024)
+    run = planner_cases.settings(
+        ModelFamily.GPT,
+        hidden_size=512,
+        encoder_layers=8,
+        pipeline_parallel=2,
+        chunks=chunks,
+        memory_limit_bytes=10**8,
+        micro_batch_layouts=(BatchLayout.PACKED,),
+    )
+    made, batch = planner_of(run, costs), batch_of(*((n, 0) for n in (500, 400, 300, 200, 100, 90, 80, 70)))
+    plan = made.plan(batch, 0)
+    bounds = limits(made, batch, plan)
+    ladder = [*bounds[:5], plan.totals.predicted_ns]
+    assert all(below <= above for below, above in pairwise(ladder)), ladder
+    told = [int(share) for share in re.findall(r"(\d+)%(?! less)", bounds.causes(plan.totals.predicted_ns))]
+    assert sum(told) == pytest.approx(100, abs=3)
 
 
 @pytest.mark.parametrize("slices", ["off", 256])

@@ -43,10 +43,7 @@ from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, P
 BRIDGE = "bridge"
 BRIDGE_ROW = 8192
 TRAINERS = ("packed_rows", *RIVALS, BRIDGE)
-NAMES: dict[str, str] = {
-    **{name.value: title for name, title in TITLES.items()},
-    BRIDGE: "rows packed as Megatron-Bridge does",
-}
+NAMES = {**TITLES, BRIDGE: "rows packed as Megatron-Bridge does"}
 """Of trainers' rows, for people."""
 METHODS = ("dynapipe", *TRAINERS, "token_based", "uniform", "packing", "padding")
 

@@ -50,10 +50,10 @@ class PartitionAlgorithm(enum.StrEnum):
         return BatchLayout.PACKED if packed else BatchLayout.PADDED
 
 
-TITLES = {
-    PartitionAlgorithm.PACKED_ROWS: "rows of the longest sample's length",
-    PartitionAlgorithm.VERL: "rows packed as verl does",
-    PartitionAlgorithm.SLIME: "rows packed as slime does",
+TITLES: dict[str, str] = {
+    "packed_rows": "rows of the longest sample's length",
+    "verl": "rows packed as verl does",
+    "slime": "rows packed as slime does",
 }
 """Of today's rows, for people."""
 
