@@ -5,10 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from megatron_dynapipe.cli.batches import NamedBatch, dataset_batches, read_batches
-from megatron_dynapipe.cli.model_config import trains_in_bridge
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.integration.flags.planning_flags import positive
 from megatron_dynapipe.tools.rivals.methods import Longest
@@ -48,8 +45,6 @@ def given_batches(args: argparse.Namespace) -> list[NamedBatch]:
     """
     if not hasattr(args, "batches_read"):
         args.batches_read = _read(args)
-        if trains_in_bridge(args):  # whose heads run all positions
-            args.batches_read = [msgspec.structs.replace(batch, labels=None) for batch in args.batches_read]
     batches: list[NamedBatch] = args.batches_read
     return batches
 

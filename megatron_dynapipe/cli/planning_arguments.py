@@ -19,7 +19,6 @@ from megatron_dynapipe.cli.model_config import (
     given_numbers,
     model_shape,
     take_model_config,
-    trains_in_bridge,
 )
 from megatron_dynapipe.cli.run_file import SIZES, take_run_file
 from megatron_dynapipe.config import Cluster, read_cluster
@@ -171,6 +170,7 @@ def costs_and_settings(args: argparse.Namespace) -> tuple[CostModel, PlannerSett
         ConfigError: an argument that does not go with another, or cannot be honoured.
     """
     complete_model(args)
+    take_run_file(args)
     cost_model, _ = costs_and_rates(args)
     return cost_model, planner_settings(args, cost_model)
 
@@ -238,11 +238,8 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel, *, choose:
         chunks = args.virtual_stages
     elif not isinstance(layer_split, str):
         chunks = max(len(layer_split) // args.pipeline_parallel, 1)
-    halves = model.layers_divide and not trains_in_bridge(args)
     if layer_split == AUTO:  # begins even
-        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=halves)
-    elif not halves and not isinstance(layer_split, str) and any(layers % 1 for layers in layer_split):
-        raise _beyond_bridge("layers-per-stage", ",".join(map(str, layer_split)))
+        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=model.layers_divide)
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
@@ -258,7 +255,8 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel, *, choose:
         sequence_parallel=bool(args.sequence_parallel) and args.tensor_parallel > 1,
         recompute=args.limit_rc_type or _modes(args),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == AUTO else (BatchLayout(args.layout),),
-        **_ways(args, has_experts=experts is not None),
+        slices=args.slices,
+        split_backward=args.split_backward,
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
         replicas_in_step=args.expert_parallel,
@@ -274,28 +272,6 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel, *, choose:
 def _modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
     """The modes to choose among: with adapters, layers are not recomputed as a whole (`bridge.recipe`)."""
     return tuple(Recompute) if adapters_of(args) is None else (Recompute.NONE, Recompute.SELECTIVE)
-
-
-def _ways(args: argparse.Namespace, *, has_experts: bool) -> dict[str, Any]:
-    """Whether samples are cut and backward passes divided: only in modules of this package.
-
-    Raises:
-        ConfigError: it was asked for where it cannot be.
-    """
-    if not trains_in_bridge(args):
-        return {"slices": args.slices, "split_backward": "off" if has_experts else args.split_backward}
-    for name in ("slices", "split_backward"):
-        if (value := getattr(args, name)) not in (AUTO, "off"):
-            raise _beyond_bridge(name.replace("_", "-"), value)
-    return {"slices": "off", "split_backward": "off"}
-
-
-def _beyond_bridge(flag: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"--{flag} {value}: the model of a recipe, or one with adapters, is trained inside Megatron-Bridge, whose"
-        " modules cannot do that",
-        hint="leave the flag out",
-    )
 
 
 def network_of(args: argparse.Namespace, links: Mapping[str, Link]) -> Network:
@@ -361,10 +337,7 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
         chosen_from = [part for batch in named for part in batch.global_batch(0).parts(max(usual, 1))]
     more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
-    halves = not trains_in_bridge(args)
-    layer_split = choose_layer_split(
-        settings, cost_model, chosen_from, to_fit=to_plan, halves=halves, chunks=more, trials=args.trials
-    )
+    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more, trials=args.trials)
     return settings.with_layers_per_stage(layer_split)
 
 

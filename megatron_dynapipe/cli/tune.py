@@ -226,7 +226,6 @@ def _space(args: argparse.Namespace) -> Space:
         splits=splits,
         distributed_optimizer={"auto": None, "on": True, "off": False}[args.distributed_optimizer],
         global_batch_size=None if args.data is None else args.global_batch_size or SAMPLES,
-        halves=not trains_in_bridge(args),
         expert_sizes=tuple(size for size in range(1, count + 1) if count % size == 0),
     )
 
