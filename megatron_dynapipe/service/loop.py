@@ -144,9 +144,8 @@ class PlannerLoop:
         try:
             gain = self._source.over_rows()
         except DynaPipeError as error:
-            logger.info("plans cannot be compared with packed rows: %s", error)
-            return
-        if gain is not None:
+            gain = f"plans cannot be compared with packed rows: {error}"
+        if gain:
             logger.info("%s", gain)
 
     def close(self) -> None:

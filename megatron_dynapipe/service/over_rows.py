@@ -1,11 +1,9 @@
 """What plans gain on a run's own layout over packed rows as other trainers make them, of one batch."""
 
-import msgspec
-
 from megatron_dynapipe.choosing.planners import planner_over
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.planner import Planner
-from megatron_dynapipe.core.units import BatchLayout
+from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
 
@@ -13,42 +11,14 @@ NOTHING = 0.02
 """Predictions do not tell smaller gains from none."""
 
 
-class OverRows(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted times of a batch.
-
-    Attributes:
-        plan_ms: of its plan.
-        rows_ms: of the fastest of other trainers' rows, in the run's own virtual stages and layers.
-        rows: whose they are.
-        stages: of the pipeline.
-    """
-
-    plan_ms: float
-    rows_ms: float
-    rows: str
-    stages: int
-
-    def __str__(self) -> str:
-        """One line for a run's log, which begins with what is bad for plans, and says what to do then."""
-        both = f"{self.plan_ms:.1f} ms, {self.rows} {self.rows_ms:.1f} ms"
-        ratio = self.rows_ms / self.plan_ms
-        elsewhere = "`megatron-dynapipe tune` compares each on its own best layout"
-        if ratio < 1 - NOTHING:
-            first = "--dynapipe-layers-per-stage auto chooses layers and virtual stages; " * (self.stages > 1)
-            return f"plans are predicted to be slower than packed rows on this layout: {both}. {first}{elsewhere}"
-        if ratio < 1 + NOTHING:
-            return f"plans are predicted to gain nothing over packed rows on this layout: {both}; {elsewhere}"
-        return f"plans are predicted to be {ratio:.2f} times as fast as packed rows on this layout: {both}; {elsewhere}"
-
-
-def over_rows(planner: Planner, batch: GlobalBatch) -> OverRows | None:
-    """The prediction for a batch; None where rows have no plan, or cannot be trained.
+def over_rows(planner: Planner, batch: GlobalBatch) -> str:
+    """The plan of a batch and the fastest rows in the run's own stages, as a line of its log; empty where rows cannot run.
 
     Raises:
         PlanningError: the batch has no plan.
     """
     if BatchLayout.PACKED not in planner.settings.micro_batch_layouts:
-        return None
+        return ""
     planned = planner.plan(batch, 0).totals.predicted_ns
     found: dict[str, int] = {}
     for name, title in TITLES.items():
@@ -59,7 +29,23 @@ def over_rows(planner: Planner, batch: GlobalBatch) -> OverRows | None:
         except PlanningError:
             continue
     if not found:
-        return None
-    rows = min(found, key=found.__getitem__)
-    stages = planner.layout.stages
-    return OverRows(plan_ms=planned / 1e6, rows_ms=found[rows] / 1e6, rows=rows, stages=stages)
+        return ""
+    fastest = min(found, key=found.__getitem__)
+    both = f"{planned / NS_PER_MS:.1f} ms, {fastest} {found[fastest] / NS_PER_MS:.1f} ms"
+    return told(found[fastest] / planned, both, stages=planner.layout.stages)
+
+
+def told(gain: float, both: str, *, stages: int) -> str:
+    """The line, which begins with what is bad for plans and says what to do then.
+
+    Args:
+        gain: time of rows over that of the plan.
+        both: these times, in words.
+        stages: of the pipeline.
+    """
+    elsewhere = "`megatron-dynapipe tune` compares each on its own best layout"
+    if gain < 1 - NOTHING:
+        chosen = "--dynapipe-layers-per-stage auto chooses layers and virtual stages; " * (stages > 1)
+        return f"plans are predicted to be slower than packed rows on this layout: {both}. {chosen}{elsewhere}"
+    how = "gain nothing over" if gain < 1 + NOTHING else f"be {gain:.2f} times as fast as"
+    return f"plans are predicted to {how} packed rows on this layout: {both}; {elsewhere}"

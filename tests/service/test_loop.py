@@ -30,8 +30,8 @@ class FakeSource:
         self.planned.append((split, iteration))
         return [(0, stage, bytes(10)) for stage in range(2)]
 
-    def over_rows(self) -> None:
-        return None
+    def over_rows(self) -> str:
+        return ""
 
 
 @pytest.fixture
