@@ -42,7 +42,11 @@ USER = {"role": "user", "content": "How warm is it in Oslo today?"}
 ANSWER = {"role": "assistant", "content": "Four degrees below zero."}
 RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "c12345678", "content": "minus four"}
 SECOND = {"role": "user", "content": "And in Rome?"}, {"role": "assistant", "content": "Twenty degrees."}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "which"}}, "required": ["city"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "which"}},
+    "required": ["city"],
+}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Celsius.", "parameters": PARAMETERS}}]
 THOUGHT = "<think>\nWinter, so it is cold.\n</think>\n\n"
 
@@ -69,7 +73,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "a call": [USER, calls(OSLO), RESULT, ANSWER],
     "a call as text": [USER, calls(json.dumps(OSLO)), RESULT, ANSWER],
     "a call alone": [USER, calls(json.dumps(OSLO), content="")],
-    "parallel calls": [USER, calls(OSLO, ROME), RESULT, RESULT | {"tool_call_id": "c12345679", "content": "25"}, ANSWER],
+    "parallel calls": [
+        USER,
+        calls(OSLO, ROME),
+        RESULT,
+        RESULT | {"tool_call_id": "c12345679", "content": "25"},
+        ANSWER,
+    ],
     "a thought": [USER, ANSWER | {"reasoning_content": "Winter, so it is cold."}],
     "a thought in its content": [USER, ANSWER | {"content": THOUGHT + ANSWER["content"]}],
     "thoughts of several turns": [USER, ANSWER | {"content": THOUGHT + ANSWER["content"]}, *SECOND],
@@ -89,7 +99,9 @@ def tokenizer_of(template: str) -> Any:
     bpe.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     size = len(special) + len(letters) + 20
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=letters, show_progress=False
+    )
     bpe.train_from_iterator(["the quick brown fox user assistant system \n\n \n"] * 3, trainer)
     names = {"pad_token": "<pad>", "bos_token": "<BOS>", "eos_token": "<EOS>"}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, chat_template=template)
@@ -106,7 +118,9 @@ def variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield [_variant(message, *form) for message in there]
 
 
-def _variant(message: dict[str, Any], content: str, arguments: int, moves: int, system: int, blank: Any) -> dict[str, Any]:
+def _variant(
+    message: dict[str, Any], content: str, arguments: int, moves: int, system: int, blank: Any
+) -> dict[str, Any]:
     made = dict(message)
     if system and made["role"] == "developer":
         made["role"] = "system"
@@ -143,8 +157,7 @@ def said(message: dict[str, Any]) -> list[str]:
     texts = [piece for text in texts for piece in re.split("</?think>", text)]
     texts.append(message.get("reasoning_content") or "")
     for call in message.get("tool_calls") or []:
-        texts += ["get_weather", json.loads(call["function"]["arguments"])["city"]
-                  if isinstance(call["function"]["arguments"], str) else call["function"]["arguments"]["city"]]  # fmt: skip
+        texts += ["get_weather", _call(call["function"], 1)["arguments"]["city"]]
     return [plain(text) for text in texts if text.strip()]
 
 
@@ -209,7 +222,7 @@ def _rendered(tokenizer: Any, row: dict[str, Any]) -> Iterator[tuple[str, list[d
     for messages in variants(row["messages"]):
         try:
             text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False)
-        except Exception:  # noqa: BLE001, S112  # a template refuses by any error
+        except Exception:  # noqa: BLE001  # a template refuses by any error
             continue
         yield text, messages
 
@@ -226,4 +239,4 @@ def _check_refusal(block: EncodedBlock, messages: list[dict[str, Any]], rendered
         is_twice = any(plain(json.dumps(json.dumps(place))) in plain(text) for place in (OSLO, ROME))
         # A thought is told from the thoughts that a template begins by itself; Python's text of a call is none.
         is_python = any(plain(repr(place)) in plain(text) for place in (OSLO, ROME))
-        assert is_twice or is_python or any(plain(text).count(piece) < pieces.count(piece) for piece in pieces) , text
+        assert is_twice or is_python or any(plain(text).count(piece) < pieces.count(piece) for piece in pieces), text

@@ -21,8 +21,9 @@ from tests.tools.prepare.test_teach import dialogue, encoded, shown
 
 PROMPT = "{% if add_generation_prompt %}<|b|>assistant\n{% endif %}"
 KNOWN_ROLES = (
-    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|b|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<|tool|>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|b|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<|tool|>{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}{% endfor %}"
     "<|end|>{% endif %}{% endfor %}" + PROMPT
 )
 """Writes the roles that it knows, and calls' arguments as JSON."""
@@ -34,12 +35,12 @@ PYTHON = KNOWN_ROLES.replace("c.function.arguments | tojson", "c.function.argume
 DROPS_THOUGHTS = "{% for m in messages %}<|b|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
 DROPS_THOUGHTS += PROMPT
 CHANNELS = (
-    "{% for m in messages %}<|b|>{{ m.role }}\n{% if m.reasoning_content %}<|a|>{{ m.reasoning_content }}<|c|>{% endif %}"
-    "{{ m.content }}<|end|>{% endfor %}" + PROMPT
+    "{% for m in messages %}<|b|>{{ m.role }}\n{% if m.reasoning_content %}<|a|>{{ m.reasoning_content }}<|c|>"
+    "{% endif %}{{ m.content }}<|end|>{% endfor %}" + PROMPT
 )
 THINKS = (
-    "{% for m in messages %}<|b|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>"
-    "\n\n{% endif %}{{ m.content }}<|end|>{% endfor %}" + PROMPT
+    "{% for m in messages %}<|b|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n"
+    "</think>\n\n{% endif %}{{ m.content }}<|end|>{% endfor %}" + PROMPT
 )
 PARTS = (
     "{% for m in messages %}<|b|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
@@ -72,94 +73,167 @@ WRITTEN = '[<|tool|>weather {"city": "Oslo"}<|end|>]'
     [
         pytest.param(KNOWN_ROLES, chat(USER, call('{"city": "Oslo"}')), {}, HEAD + WRITTEN, id="arguments as text"),
         pytest.param(KNOWN_ROLES, chat(USER, call({"city": "Oslo"})), {}, HEAD + WRITTEN, id="arguments as an object"),
-        pytest.param(TEXT_CALLS, chat(USER, call('{"city": "Oslo"}')), {}, HEAD + WRITTEN, id="text where it is wanted"),
         pytest.param(
-            TEXT_CALLS, chat(USER, call({"city": "Oslo"})), {}, HEAD + WRITTEN.replace(": ", ":"), id="an object as text"
+            TEXT_CALLS, chat(USER, call('{"city": "Oslo"}')), {}, HEAD + WRITTEN, id="text where it is wanted"
         ),
-        pytest.param(ITEMS, chat(USER, call('{"city": "Oslo"}')), {}, HEAD + "[<|tool|>weather city=Oslo<|end|>]", id="items"),
         pytest.param(
-            PYTHON, chat(USER, call({"city": "Oslo"})), {}, HEAD + WRITTEN.replace(": ", ":"), id="never Python's own text"
+            TEXT_CALLS,
+            chat(USER, call({"city": "Oslo"})),
+            {},
+            HEAD + WRITTEN.replace(": ", ":"),
+            id="an object as text",
+        ),
+        pytest.param(
+            ITEMS, chat(USER, call('{"city": "Oslo"}')), {}, HEAD + "[<|tool|>weather city=Oslo<|end|>]", id="items"
+        ),
+        pytest.param(
+            PYTHON,
+            chat(USER, call({"city": "Oslo"})),
+            {},
+            HEAD + WRITTEN.replace(": ", ":"),
+            id="never Python's own text",
         ),
         pytest.param(KNOWN_ROLES, chat(USER, call("{}")), {}, HEAD + "[<|tool|>weather {}<|end|>]", id="no arguments"),
         pytest.param(
             KNOWN_ROLES,
             chat(USER, {"role": "function_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'}),
-            {}, HEAD + WRITTEN, id="a call as its own turn",
+            {},
+            HEAD + WRITTEN,
+            id="a call as its own turn",
         ),
         pytest.param(
             KNOWN_ROLES,
-            chat(USER, {"role": "assistant", "content": "",
-                        "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}}),
-            {}, HEAD + WRITTEN, id="OpenAI's old call",
+            chat(
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                },
+            ),
+            {},
+            HEAD + WRITTEN,
+            id="OpenAI's old call",
         ),
         pytest.param(
             KNOWN_ROLES,
-            chat({"role": "human", "content": "quick?"}, {"role": "function", "content": "fox"},
-                 {"role": "GPT", "content": "lazy"}),
-            {}, "<|b|>user\nquick?<|end|><|b|>tool\nfox<|end|><|b|>assistant\n[lazy<|end|>]", id="names of roles",
-        ),
-        pytest.param(
-            KNOWN_ROLES, chat({"role": "developer", "content": "Be brief."}, USER, {"role": "assistant", "content": "lazy"}),
-            {}, "<|b|>system\nBe brief.<|end|>" + HEAD + "[lazy<|end|>]", id="a developer",
-        ),
-        pytest.param(
-            KNOWN_ROLES, chat({"role": "critic", "content": "quick?"}, {"role": "assistant", "content": "lazy"}),
-            {"roles": {"critic": "user"}}, HEAD + "[lazy<|end|>]", id="a role of the task",
-        ),
-        *(
-            pytest.param(
-                KNOWN_ROLES, dialogue("quick?", "lazy") | {column: "Be brief."}, task,
-                "<|b|>system\nBe brief.<|end|>" + HEAD + "[lazy<|end|>]", id=f"a system's message as {column}",
-            )
-            for column, task in (("system", {}), ("system_prompt", {}), ("persona", {"system": "persona"}))
-        ),
-        pytest.param(CHANNELS, chat(USER, THOUGHT), {}, HEAD + "[<|a|>over the dog<|c|>lazy<|end|>]", id="a thought is moved"),
-        pytest.param(
-            THINKS, chat(USER, THOUGHT), {}, HEAD + "[<think>\nover the dog\n</think>\n\nlazy<|end|>]", id="one thought, not two"
-        ),
-        pytest.param(KNOWN_ROLES, chat(USER, THOUGHT), {}, HEAD + f"[{THOUGHT['content']}<|end|>]", id="tags as text"),
-        pytest.param(
-            PARTS, chat({"role": "user", "content": [{"type": "text", "text": "quick"}, {"type": "text", "text": "?"}]},
-                        {"role": "assistant", "content": [{"type": "text", "text": "lazy"}]}),
-            {}, HEAD + "[lazy<|end|>]", id="parts as they came",
-        ),
-        pytest.param(PARTS, dialogue("quick?", "lazy"), {}, HEAD + "[lazy<|end|>]", id="texts as parts"),
-        pytest.param(
-            "{{ mood | default('calm') }}" + KNOWN_ROLES, dialogue("quick?", "lazy"), {"template_arguments": {"mood": "glad"}},
-            "glad" + HEAD + "[lazy<|end|>]", id="the task's variables",
-        ),
-        pytest.param(
-            "{{ mood | default('calm') }}" + KNOWN_ROLES, dialogue("quick?", "lazy") | {"chat_template_kwargs": {"mood": "sad"}},
-            {"template_arguments": {"mood": "glad"}}, "sad" + HEAD + "[lazy<|end|>]", id="a row's variables",
-        ),
-        pytest.param(
-            "{{ mood | default('calm') }}" + KNOWN_ROLES, dialogue("quick?", "lazy") | {"mood": "sad"},
-            {}, "sad" + HEAD + "[lazy<|end|>]", id="a column that is a variable",
+            chat(
+                {"role": "human", "content": "quick?"},
+                {"role": "function", "content": "fox"},
+                {"role": "GPT", "content": "lazy"},
+            ),
+            {},
+            "<|b|>user\nquick?<|end|><|b|>tool\nfox<|end|><|b|>assistant\n[lazy<|end|>]",
+            id="names of roles",
         ),
         pytest.param(
             KNOWN_ROLES,
-            {"prompt": [USER, {"role": "assistant", "content": "fox"}, USER],
-             "completion": [{"role": "assistant", "content": "lazy"}]},
-            {"messages": ("prompt", "completion")}, HEAD + "fox<|end|>" + HEAD + "[lazy<|end|>]", id="prompt and completion",
+            chat({"role": "developer", "content": "Be brief."}, USER, {"role": "assistant", "content": "lazy"}),
+            {},
+            "<|b|>system\nBe brief.<|end|>" + HEAD + "[lazy<|end|>]",
+            id="a developer",
+        ),
+        pytest.param(
+            KNOWN_ROLES,
+            chat({"role": "critic", "content": "quick?"}, {"role": "assistant", "content": "lazy"}),
+            {"roles": {"critic": "user"}},
+            HEAD + "[lazy<|end|>]",
+            id="a role of the task",
         ),
         *(
             pytest.param(
                 KNOWN_ROLES,
-                chat(USER, {"role": "assistant", "content": "no", key: value}, USER,
-                     {"role": "assistant", "content": "yes"}),
-                {}, HEAD + "no<|end|>" + HEAD + "[yes<|end|>]", id=f"{key}: {value}",
+                dialogue("quick?", "lazy") | {column: "Be brief."},
+                task,
+                "<|b|>system\nBe brief.<|end|>" + HEAD + "[lazy<|end|>]",
+                id=f"a system's message as {column}",
+            )
+            for column, task in (("system", {}), ("system_prompt", {}), ("persona", {"system": "persona"}))
+        ),
+        pytest.param(
+            CHANNELS, chat(USER, THOUGHT), {}, HEAD + "[<|a|>over the dog<|c|>lazy<|end|>]", id="a thought is moved"
+        ),
+        pytest.param(
+            THINKS,
+            chat(USER, THOUGHT),
+            {},
+            HEAD + "[<think>\nover the dog\n</think>\n\nlazy<|end|>]",
+            id="one thought, not two",
+        ),
+        pytest.param(KNOWN_ROLES, chat(USER, THOUGHT), {}, HEAD + f"[{THOUGHT['content']}<|end|>]", id="tags as text"),
+        pytest.param(
+            PARTS,
+            chat(
+                {"role": "user", "content": [{"type": "text", "text": "quick"}, {"type": "text", "text": "?"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "lazy"}]},
+            ),
+            {},
+            HEAD + "[lazy<|end|>]",
+            id="parts as they came",
+        ),
+        pytest.param(PARTS, dialogue("quick?", "lazy"), {}, HEAD + "[lazy<|end|>]", id="texts as parts"),
+        pytest.param(
+            "{{ mood | default('calm') }}" + KNOWN_ROLES,
+            dialogue("quick?", "lazy"),
+            {"template_arguments": {"mood": "glad"}},
+            "glad" + HEAD + "[lazy<|end|>]",
+            id="the task's variables",
+        ),
+        pytest.param(
+            "{{ mood | default('calm') }}" + KNOWN_ROLES,
+            dialogue("quick?", "lazy") | {"chat_template_kwargs": {"mood": "sad"}},
+            {"template_arguments": {"mood": "glad"}},
+            "sad" + HEAD + "[lazy<|end|>]",
+            id="a row's variables",
+        ),
+        pytest.param(
+            "{{ mood | default('calm') }}" + KNOWN_ROLES,
+            dialogue("quick?", "lazy") | {"mood": "sad"},
+            {},
+            "sad" + HEAD + "[lazy<|end|>]",
+            id="a column that is a variable",
+        ),
+        pytest.param(
+            KNOWN_ROLES,
+            {
+                "prompt": [USER, {"role": "assistant", "content": "fox"}, USER],
+                "completion": [{"role": "assistant", "content": "lazy"}],
+            },
+            {"messages": ("prompt", "completion")},
+            HEAD + "fox<|end|>" + HEAD + "[lazy<|end|>]",
+            id="prompt and completion",
+        ),
+        *(
+            pytest.param(
+                KNOWN_ROLES,
+                chat(
+                    USER,
+                    {"role": "assistant", "content": "no", key: value},
+                    USER,
+                    {"role": "assistant", "content": "yes"},
+                ),
+                {},
+                HEAD + "no<|end|>" + HEAD + "[yes<|end|>]",
+                id=f"{key}: {value}",
             )
             for key, value in (("training", False), ("loss_scale", 0), ("masked", True), ("train_on_turn", False))
         ),
         pytest.param(
-            KNOWN_ROLES, dialogue("quick?", "\n\nlazy"), {"strip_newlines": True}, HEAD + "[lazy<|end|>]", id="newlines cut off"
+            KNOWN_ROLES,
+            dialogue("quick?", "\n\nlazy"),
+            {"strip_newlines": True},
+            HEAD + "[lazy<|end|>]",
+            id="newlines cut off",
         ),
         pytest.param(
-            KNOWN_ROLES, {"messages": [json.dumps(USER), json.dumps({"role": "assistant", "content": "lazy"})]},
-            {}, HEAD + "[lazy<|end|>]", id="a list of JSON texts",
+            KNOWN_ROLES,
+            {"messages": [json.dumps(USER), json.dumps({"role": "assistant", "content": "lazy"})]},
+            {},
+            HEAD + "[lazy<|end|>]",
+            id="a list of JSON texts",
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_are_taught_as_they_are_meant(
     folder: Path, template: str, row: dict[str, Any], task: dict[str, Any], expected: str
 ) -> None:
@@ -172,22 +246,43 @@ def test_rows_are_taught_as_they_are_meant(
 @pytest.mark.parametrize(
     ("template", "row", "said"),
     [
-        (DROPS_THOUGHTS, chat(USER, THOUGHT), "message 1: expected a chat template that writes the answer's content, which"),
-        (DROPS_THOUGHTS, chat(USER, call({"city": "Oslo"}) | {"content": ""}), "writes the answer's tool_calls, which is"),
-        (KNOWN_ROLES, chat(USER, {"role": "assistant", "content": "lazy", "reasoning_content": "dog"}),
-         "message 1: expected a chat template that writes the answer's reasoning_content"),
-        (KNOWN_ROLES, chat(USER, {"role": "critic", "content": "e"}, {"role": "assistant", "content": "lazy"}),
-         "message 1: expected a role that the chat template writes, got 'critic'"),
+        (
+            DROPS_THOUGHTS,
+            chat(USER, THOUGHT),
+            "message 1: expected a chat template that writes the answer's content, which",
+        ),
+        (
+            DROPS_THOUGHTS,
+            chat(USER, call({"city": "Oslo"}) | {"content": ""}),
+            "writes the answer's tool_calls, which is",
+        ),
+        (
+            KNOWN_ROLES,
+            chat(USER, {"role": "assistant", "content": "lazy", "reasoning_content": "dog"}),
+            "message 1: expected a chat template that writes the answer's reasoning_content",
+        ),
+        (
+            KNOWN_ROLES,
+            chat(USER, {"role": "critic", "content": "e"}, {"role": "assistant", "content": "lazy"}),
+            "message 1: expected a role that the chat template writes, got 'critic'",
+        ),
         (THINKS, chat(USER, THOUGHT | {"reasoning_content": "dog"}), "message 1: expected an answer with one thought"),
-        (KNOWN_ROLES, chat({"role": "system", "content": "a"}, USER, {"role": "assistant", "content": "b"}, system="c"),
-         "expected one system's message"),
+        (
+            KNOWN_ROLES,
+            chat({"role": "system", "content": "a"}, USER, {"role": "assistant", "content": "b"}, system="c"),
+            "expected one system's message",
+        ),
         (KNOWN_ROLES, chat({"from": "critic", "value": "q"}), "`roles:` names others"),
         (KNOWN_ROLES, dialogue("quick?", ""), "expected every target to have at least 1 token, this one has 0"),
         (KNOWN_ROLES, dialogue("quick?", " \n", "quick?", "lazy"), "expected every target to have at least 1 token"),
-        (KNOWN_ROLES, dialogue("a", "b") | {"chat_template_kwargs": 3}, "expected chat_template_kwargs that are an object"),
+        (
+            KNOWN_ROLES,
+            dialogue("a", "b") | {"chat_template_kwargs": 3},
+            "expected chat_template_kwargs that are an object",
+        ),
         (KNOWN_ROLES, dialogue("a", "b") | {"system": 3}, "expected a system's message that is text, got 3"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_taught_whole_is_an_error_with_its_line(
     folder: Path, template: str, row: dict[str, Any], said: str
 ) -> None:
@@ -204,17 +299,29 @@ def test_what_cannot_be_taught_whole_is_an_error_with_its_line(
 @pytest.mark.parametrize(
     ("template", "row", "counts"),
     [
-        (KNOWN_ROLES.replace("'system', ", ""), chat({"role": "system", "content": "e"}, *dialogue("quick", "ok")["messages"]),
-         {"messages of role 'system'": 1}),
-        (KNOWN_ROLES, chat(*dialogue("q", "a")["messages"], {"role": "user", "content": "r", "mood": 1}, id=7, source="web"),
-         {"messages with 'mood'": 1, "rows with the column 'id'": 1, "rows with the column 'source'": 1}),
-        (DROPS_THOUGHTS, chat(USER, THOUGHT | {"weight": 0}, USER, {"role": "assistant", "content": "yes"}),
-         {"messages of role 'assistant'": 1}),
-        (KNOWN_ROLES + "{# tools #}", dialogue("q", "a") | {"tools": [{"type": "function", "function": {"name": "weather"}}]},
-         {"conversations with 'tools'": 1}),
+        (
+            KNOWN_ROLES.replace("'system', ", ""),
+            chat({"role": "system", "content": "e"}, *dialogue("quick", "ok")["messages"]),
+            {"messages of role 'system'": 1},
+        ),
+        (
+            KNOWN_ROLES,
+            chat(*dialogue("q", "a")["messages"], {"role": "user", "content": "r", "mood": 1}, id=7, source="web"),
+            {"messages with 'mood'": 1, "rows with the column 'id'": 1, "rows with the column 'source'": 1},
+        ),
+        (
+            DROPS_THOUGHTS,
+            chat(USER, THOUGHT | {"weight": 0}, USER, {"role": "assistant", "content": "yes"}),
+            {"messages of role 'assistant'": 1},
+        ),
+        (
+            KNOWN_ROLES + "{# tools #}",
+            dialogue("q", "a") | {"tools": [{"type": "function", "function": {"name": "weather"}}]},
+            {"conversations with 'tools'": 1},
+        ),
         (KNOWN_ROLES, dialogue("q", "a") | {"functions": [{"name": "weather"}]}, {"conversations with 'tools'": 1}),
     ],
-)  # fmt: skip
+)
 def test_what_is_given_and_not_written_is_counted(
     folder: Path, template: str, row: dict[str, Any], counts: dict[str, int]
 ) -> None:
