@@ -211,11 +211,15 @@ class ChatTemplate:
         return best[1:]
 
     def _misses(self, conversation: Conversation, text: str) -> int:
-        """How much of it but contents is not written, or is written twice; earlier thoughts may be dropped."""
+        """How much of it but contents is not written, or is written twice."""
         messages = conversation.messages
         plain = self._reading.plain(text)
         closed = sum(max(int(message["role"] == "assistant"), text_of(message).count(_CLOSES)) for message in messages)
-        lost = [key for message in messages for key in self._reading.lost(message, plain, kept=message is messages[-1])]
+        lost = [
+            key
+            for at, message in enumerate(messages)
+            for key in self._reading.lost(message, plain, kept=at in conversation.answers)
+        ]
         return len(lost) - lost.count(CONTENT) + max(text.count(_CLOSES) - closed, 0)
 
     def _unwritten(self, conversation: Conversation, text: str) -> list[int]:
