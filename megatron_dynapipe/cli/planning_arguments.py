@@ -337,9 +337,7 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
         chosen_from = [part for batch in named for part in batch.global_batch(0).parts(max(usual, 1))]
     more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
-    layer_split = choose_layer_split(
-        settings, cost_model, chosen_from, to_fit=to_plan, chunks=more, trials=args.trials
-    )
+    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more, trials=args.trials)
     return settings.with_layers_per_stage(layer_split)
 
 
