@@ -52,9 +52,13 @@ class Recipe(Host):
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
+
+    Attributes:
+        gain: how plans are predicted beside packed rows, on the first rank; empty before the start.
     """
 
     loss_on: LossOn | None = None
+    gain = ""
 
     def __init__(
         self,
@@ -168,8 +172,9 @@ class Recipe(Host):
         planner = inputs.planner
         if self._is_first:
             say(self._described(inputs, models))
-            if text := compared(inputs, self._config.model.seq_length):
-                say(text)
+            self.gain = compared(inputs, self._config.model.seq_length)
+            if self.gain:
+                say(self.gain)
         ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
         return {
             "model": f"{_kinds(models)} of Megatron-Bridge, {planner.layout.model.layers} layers",
@@ -245,4 +250,6 @@ class PlannedRecipe(Run):
         if not self._is_closed:
             self._is_closed = True
             self.print_report()
+            if self.host.gain:
+                say(self.host.gain)
             self.__exit__(None, None, None)

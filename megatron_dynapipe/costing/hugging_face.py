@@ -147,7 +147,7 @@ def _experts(config: Mapping[str, Any], layers: int) -> Flags:
     step, dense = size(config, "decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ConfigError(f"mlp_only_layers: expected a list of layers, got {dense!r:.60}")
-    first = size(config, "first_k_dense_replace") or 0
+    first = (size(config, "first_k_dense_replace") or 0) if config.get("first_k_dense_replace") else 0
     sparse = [int(layer >= first and (layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]
     if not any(sparse):
         return {}

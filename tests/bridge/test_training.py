@@ -31,7 +31,7 @@ ALL: dict[str, Any] = {"forced": EVERYTHING, **SEVERAL}
 WHOLE: dict[str, Any] = {"forced": {**EVERYTHING, "split_backward": "off"}, **SEVERAL}
 """Likewise, for adapters, whose backward passes no plan divides."""
 HALVES = {"layers": "2.5,1.5"}
-SPLITS = {"llama": "recipe", "qwen3": "1.5,2.5", "gemma3": "2.5,1.5"}
+SPLITS = {"llama": "2.5,1.5", "qwen3": "1.5,2.5", "gemma3": "recipe"}
 FORCED = (
     *("llama two stages", "qwen3 two stages", "gemma3 two stages", "replicas", "tensor parallel", "virtual stages"),
     *("virtual stages, halves", "half planned", "hybrid planned"),
@@ -149,7 +149,7 @@ def test_runs_do_what_they_are_forced_to(ran: dict[str, Any], name: str) -> None
     """Every rank leaves products to second halves and reads keys of earlier pieces; the last leaves rows out."""
     for rank in ran[name]:
         assert rank["seen"]["leave"] > 0
-        assert rank["seen"]["read"] == rank["seen"]["add"] > 0 or name.endswith("tensor parallel")
+        assert rank["seen"]["read"] >= rank["seen"]["add"] > 0  # the probe at the start reads, and adds nothing
     assert last(ran, name)["packed"]
     assert last(ran, name)["seen"]["left_out"] > 0
 

@@ -155,7 +155,7 @@ class WeightHalves:
             settings["tp_group"],
             gradient_group,
         )
-        output: Tensor = _DividedLinear.apply(self, call, _ANCHOR, settings["input"], settings["bias"])  # type: ignore[no-untyped-call]
+        output: Tensor = _DividedLinear.apply(self, call, _ANCHOR, settings["input"], settings["bias"])
         return output
 
 
@@ -204,7 +204,7 @@ def _add_gradients(products: list[Product], following: Product | None = None) ->
     if not products:
         return
     followed = reversed([*zip(products, [*products[1:], following], strict=True)])
-    ends = [_WeightGradient.apply(product, after, *product.weights) for product, after in followed]  # type: ignore[no-untyped-call]
+    ends = [_WeightGradient.apply(product, after, *product.weights) for product, after in followed]
     products.clear()  # each node drops its own
     torch.autograd.backward(ends, ends)
 
