@@ -5,7 +5,10 @@ Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an envi
 
 import contextlib
 import dataclasses
+import io
 import json
+import os
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -407,6 +410,18 @@ def certified(
     sys.argv = ["certified", role, precision, "2", folder, str(script), dataset, json.dumps(settings)]
     with contextlib.suppress(SystemExit):
         certify_worker.main()
+
+
+def example(*, rank: int, world_size: int, folder: str, words: list[str]) -> str:
+    """What a rank of `examples/bridge_finetune.py` prints, run in a folder."""
+    torch.cuda.set_device(rank)
+    os.environ["LOCAL_RANK"] = str(rank)
+    script = Path(__file__).parents[2] / "examples/bridge_finetune.py"
+    sys.argv = [str(script), *words]
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
 
 
 def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
