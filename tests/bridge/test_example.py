@@ -27,7 +27,7 @@ def test_the_example_trains_a_folder_and_writes_one(tmp_path: Path) -> None:
     results = jobs.run_all(
         [
             jobs.Job(f"{RUNS}:prepare", {"folder": str(tmp_path), "families": ["llama"]}, 1),
-            jobs.Job(f"{RUNS}:example", {"folder": str(tmp_path), "words": words}, 2),
+            jobs.Job("tests.helpers.bridge_counted:example", {"folder": str(tmp_path), "words": words}, 2),
         ],
         tmp_path,
         engine=True,
