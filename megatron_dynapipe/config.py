@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_dynapipe.core.errors import ConfigError, near_name
-from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE, MOST_DEVICES
+from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE
 from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.files import read_bounded
@@ -110,7 +110,7 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
         value: Any = keys.get(key)
         may_be_zero = key.endswith("latency-us")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        most = MOST_DEVICES if key == DEVICES else _MOST
+        most = 2**20 if key == DEVICES else _MOST
         if not is_number or not 0 <= value <= most or (value == 0 and not may_be_zero):
             least = "of at least 0" if may_be_zero else "above 0"
             raise ConfigError(

@@ -7,14 +7,19 @@ import errno
 import gzip
 import io
 import os
+import resource
 import stat
 import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_dynapipe.core.errors import ConfigError
+
 MOST_BYTES = 1_000_000_000
 """No description, plan or cost model comes near this."""
 
+LEAST_FILES = 256
+_ENOUGH_FILES = 4096
 _MOST_OF_KERNEL = 2**24
 _CHUNK_BYTES = 2**20
 _KINDS = (
@@ -82,6 +87,26 @@ def open_regular(path: Path) -> int:
         kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "special file")
         raise OSError(errno.EINVAL, f"expected a regular file, found a {kind}", str(path))
     return descriptor
+
+
+def check_open_files() -> int:
+    """Raise this process's limit of open files to what the machine allows it; the limit.
+
+    Each rank has a connection to every other in each of its groups. gloo ends the process where none is left to open.
+
+    Raises:
+        ConfigError: it is below `LEAST_FILES`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _ENOUGH_FILES and soft < hard:
+        soft = min(hard, _ENOUGH_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < LEAST_FILES:
+        raise ConfigError(
+            f"expected a limit of at least {LEAST_FILES} open files, got {soft}",
+            hint=f"ulimit -n {_ENOUGH_FILES}, or the container's or the batch system's limit",
+        )
+    return soft
 
 
 def user_cache_folder() -> Path:

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.equip.experts import routers_of, uncut_because
 from megatron_dynapipe.integration.equip.linears import undivided_because
 from megatron_dynapipe.integration.equip.probe import lacking
 from megatron_dynapipe.outputs import say
@@ -24,9 +25,11 @@ _WHATS = ("packed rows", "pieces of samples", "divided backward passes")
 
 def capabilities(models: Sequence[nn.Module], control: ControlGroup) -> dict[str, Any]:
     """Settings of `PlannerSettings` that all stages' chunks allow; every rank calls it, at the same point."""
-    here = (*lacking(models, equip(models)), undivided_because(unwrap_model(list(models))))
+    packed, pieces = lacking(models, equip(models))
+    divided, terms = undivided_because(unwrap_model(list(models))), "terms" if routers_of(models) else ""
+    here = (packed, pieces or uncut_because(models), divided, terms)
     everywhere = [text.split("\n") for text in control.gather_texts("\n".join(here))]
-    packed, pieces, divided = (next(filter(None, reasons), "") for reasons in zip(*everywhere, strict=True))
+    packed, pieces, divided, terms = (next(filter(None, reasons), "") for reasons in zip(*everywhere, strict=True))
     if control.rank == 0:
         for what, reason in zip(_WHATS, (packed, pieces, divided), strict=True):
             if reason:
@@ -36,4 +39,4 @@ def capabilities(models: Sequence[nn.Module], control: ControlGroup) -> dict[str
         "slices": "off" if pieces else None,
         "split_backward": "off" if divided else None,
     }
-    return FREE | {name: value for name, value in off.items() if value}
+    return FREE | {name: value for name, value in off.items() if value} | {"label_experts": not terms}

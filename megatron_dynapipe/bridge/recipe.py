@@ -26,14 +26,14 @@ from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import without_stages
-from megatron_dynapipe.costing.recipe import NAMES, measured_flags, recipe_flags
+from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry import calibration
 from megatron_dynapipe.integration.equip.halves import modules_held
 from megatron_dynapipe.integration.flags import machine
-from megatron_dynapipe.integration.models.config import StateBytes
+from megatron_dynapipe.integration.models.config import StateBytes, expert_ranks
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
@@ -109,8 +109,9 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
     if not how["seconds"]:
         return None
     device = machine.processor_and_cores() if cpu.is_enabled() else torch.cuda.get_device_name()
-    flags = str(measured_flags(config.to_dict()))
-    causes = {"flags": flags, "adapters": described(adapters_of(config)), "device": device}
+    saved = config.to_dict()
+    causes = {name: str(saved.get(name)) for name in ("model", "mixed_precision")}
+    causes |= {"adapters": described(adapters_of(config)), "device": device}
     modes = recompute_modes(config)
     shared = of_model(config).tensor_model_parallel_size
     with tempfile.TemporaryDirectory() as folder:
@@ -137,10 +138,13 @@ def modules_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Mod
 def state_bytes(config: Any) -> StateBytes:
     """Bytes of a trained parameter's copies."""
     parameter = of_model(config).params_dtype.itemsize
+    shards = config.data_parallel_size if config.ddp.use_distributed_optimizer else 1
+    tensor = of_model(config).tensor_model_parallel_size
     return StateBytes(
         gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
         optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
-        optimizer_shards=config.data_parallel_size if config.ddp.use_distributed_optimizer else 1,
+        optimizer_shards=shards,
+        expert_shards=max(shards * tensor // expert_ranks(of_model(config)), 1),
     )
 
 
@@ -175,6 +179,7 @@ def _planner(
 ) -> PlannerSettings:
     """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
+    in_step = expert_ranks(model) // model.tensor_model_parallel_size
     pattern = without_stages(pattern_of(config))
     stacks = model_of_layers(
         ModelFamily.GPT,
@@ -192,6 +197,8 @@ def _planner(
         model=stacks,
         hidden_size=model.hidden_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
+        expert_parallel=in_step,
+        replicas_in_step=in_step,
         tensor_parallel=model.tensor_model_parallel_size,
         pipeline_parallel=model.pipeline_model_parallel_size,
         chunks=len(modules) // model.pipeline_model_parallel_size,

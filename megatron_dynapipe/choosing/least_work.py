@@ -194,11 +194,15 @@ class LeastWork:
 
     def _state(self, state: ModelState, sharded: bool) -> Floats:
         """Bytes of model state of the first modules, experts left out, with the embedding."""
-        parameters = np.array([state.modules.get(kind, 0) for kind in self.layout.modules], np.float64)
-        parameters[[kind == state.expert_kind for kind in self.layout.modules]] -= state.expert_bytes
+        kinds = self.layout.modules
+        parameters = np.array([state.modules.get(kind, 0) for kind in kinds], np.float64)
+        parameters[[kind == state.expert_kind for kind in kinds]] -= state.expert_bytes
         parameters[0] += state.embedding_bytes
-        times = (2 + state.gradient_bytes) / 2 + 6 / (self.replicas if sharded else 1)
-        return np.asarray(np.cumsum(parameters) * times)
+        trained = parameters
+        if state.trained is not None:  # all others are frozen: they have neither gradients nor an optimizer
+            trained = np.array([state.trained.get(kind, 0) for kind in kinds], np.float64)
+        times = state.gradient_bytes / 2 + 6 / (self.replicas if sharded else 1)
+        return np.asarray(np.cumsum(parameters + trained * times))
 
     def everywhere(self, times: Floats) -> int:
         """All work, over all devices."""

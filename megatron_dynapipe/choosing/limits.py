@@ -105,6 +105,9 @@ class Limits(NamedTuple):
     def shares(self, plan_ns: int, measured_ns: int | None = None, waited_ns: int = 0) -> dict[str, float]:
         """Shares of a plan's time: the least that any plan takes (`WORK`), and what the rest is lost to (`CAUSES`).
 
+        They divide all of it; of passes that were faster than predicted they divide the predicted time, of which
+        "prediction" is the part that was saved, below 0.
+
         Args:
             plan_ns: as predicted.
             measured_ns: where the plan was trained: the iteration, and
@@ -120,7 +123,7 @@ class Limits(NamedTuple):
         steps, names = [*steps, self.micro_batches, plan_ns], [*names, "order"]
         if measured_ns is not None:
             steps, names = [*steps, measured_ns, measured_ns + waited_ns], [*names, "prediction", "waits"]
-        whole = steps[-1]
+        whole = max(steps[-1], plan_ns + waited_ns)
         shares = {WORK: self.devices / whole}
         for name, below, above in zip(names, steps, steps[1:], strict=False):
             shares[name] = (above - below) / whole
@@ -146,7 +149,7 @@ def described(shares: Mapping[str, float], within: float = math.inf) -> str:
     if within <= PROVEN:
         text += f"; proven within {max(math.ceil(1000 * within), 1) / 1000:.1%}"
     if round(faster, 2) > 0:
-        text += f"; passes took {faster:.0%} less than predicted"
+        text = f"as predicted, {text}; passes took {faster:.0%} less"
     if largest_first and losses[largest_first[0]] >= ADVISED:
         text += f". {ADVICE[largest_first[0]]}"
     return text

@@ -18,7 +18,6 @@ import msgspec
 INTRA_NODE = "intra-node"
 INTER_NODE = "inter-node"
 """Kinds of links between ranks, as files name them."""
-MOST_DEVICES = 2**20
 
 
 class ScatterGather(enum.StrEnum):
@@ -46,8 +45,7 @@ class Network:
     inter_node_latency_us: float = 4000.0
 
     def __post_init__(self) -> None:
-        for name in ("devices_per_node", "intra_node_gbps", "inter_node_gbps"):
-            most = MOST_DEVICES if name == "devices_per_node" else math.inf
+        for name, most in (("devices_per_node", 2**20), ("intra_node_gbps", math.inf), ("inter_node_gbps", math.inf)):
             if not 0 < getattr(self, name) <= most:
                 raise ConfigError(f"{name} must be above 0 and at most {most}, got {getattr(self, name)}")
         for name in ("intra_node_latency_us", "inter_node_latency_us"):

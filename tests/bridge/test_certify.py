@@ -25,8 +25,8 @@ FAULTS = {
     "decay_of_norms_in_place_of_matrices": ("updates", "norm"),
     "other_betas": ("first moments", "other parameters: "),
     "nothing_is_clipped": ("first moments", "other parameters: "),
-    "norms_never_step": ("updates", "norm.weight and "),
-    "half_the_rate_on_one_stage": ("updates", ": 0.50 times what it should be"),
+    "norms_never_step": ("updates", "norm_weight and 8 other parameters: 0.00 times"),
+    "half_the_rate_on_one_stage": ("updates", "decoder.layers.3."),
     "last_stage_never_steps": ("updates", ": 0.00 times what it should be"),
 }
 OF_ADAPTERS = {

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
 from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described, limits
-from megatron_dynapipe.choosing.planners import planner_over
+from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import even_layer_split
+from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape, even_layer_split
+from megatron_dynapipe.costing.adapters import Adapters
 from tests.core.planner_cases import batch_of, of_padded_costs, planner
 from tests.helpers.examples import examples
+from tests.helpers.settings import settings_in_layers
 
 
 def test_what_a_plan_loses_adds_up() -> None:
@@ -41,15 +43,38 @@ def test_what_a_plan_loses_adds_up() -> None:
     )
 
 
+@given(st.lists(st.integers(1, 10**9), min_size=6, max_size=6), st.floats(0.5, 2), st.integers(0, 10**8))
+def test_shares_divide_all_of_the_time(steps, took, waited) -> None:
+    """Also of passes that were faster than predicted, where the predicted time is divided."""
+    *ladder, plan = sorted(steps)
+    shares = Limits(*ladder).shares(plan, round(plan * took), waited)
+    assert sum(share for share in shares.values() if share > 0) == pytest.approx(1)
+
+
+def test_frozen_weights_take_no_room_of_gradients_in_the_bound_of_memory() -> None:
+    """A model whose weights fit two devices beside adapters, and would not with gradients and an optimizer."""
+    shape = ModelShape(
+        family=ModelFamily.GPT, hidden=2048, heads=16, kv_channels=128, ffn=8192, vocabulary=512, adapters=Adapters()
+    )
+    memory = {"pipeline_parallel": 2, "memory_limit_bytes": 900_000_000}
+    made = planner_of(
+        settings_in_layers(ModelFamily.GPT, 8, hidden_size=2048, **memory), AnalyticCostModel(shape, A100_RATES)
+    )
+    samples = batch_of(*[(n, 0) for n in (900, 600, 400, 300, 120, 70, 30, 800)])
+    plan = made.plan(samples, 0)
+    ladder = [*limits(made, samples, plan)[:5], plan.totals.predicted_ns]
+    assert all(below <= above for below, above in pairwise(ladder)), ladder
+
+
 def test_a_sentence_says_what_most_time_is_lost_to_and_what_would_help() -> None:
     said = described({"work": 0.44, "rows": 0.4, "uneven stages": 0.02, "memory": 0.0, "prediction": 0.14})
     assert said == (
         "44% of the time is work that no plan can avoid; 40% is lost to short rows, 14% to passes that took longer"
         " than predicted, 2% to uneven stages. Batches of more samples would run short rows better"
     )
-    assert described({"work": 0.95, "order": 0.1, "prediction": -0.05}).endswith(
-        "10% is lost to waits between stages; passes took 5% less than predicted."
-        " Batches of more samples would have fewer waits"
+    assert described({"work": 0.9, "order": 0.1, "prediction": -0.05}) == (
+        "as predicted, 90% of the time is work that no plan can avoid; 10% is lost to waits between stages; passes took"
+        " 5% less. Batches of more samples would have fewer waits"
     )
     assert described({"work": 1.0, "order": 0.0}, 0.0).startswith("100% of the time is work that no plan can avoid; p")
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_dynapipe.cli.main import main
+from tests.cli.test_fuzz import CLUSTER, LLAMA, QWEN, RECIPE
 from tests.helpers.planning_commands import arguments
+from tests.helpers.random_dataset import word_tokenizer
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -149,3 +151,80 @@ def test_arguments_that_libraries_choke_on(tmp_path, cost_file, capsys, words):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"task": "a", "input": "b", "target": "c"}\n')
     assert refused(capsys, *(word.format(costs=cost_file, rows=rows) for word in words))
+
+
+LORA = RECIPE["peft"]
+MODELS = [
+    # a change of a document, a part of the message
+    *((RECIPE | {"peft": peft}, "expected adapters as a mapping under peft") for peft in (True, [1], "x", 5)),
+    *(
+        (RECIPE | {"peft": LORA | {"dim": dim}}, "Adapters.dim: Expected `int`")
+        for dim in ("16", None, [1], {}, -8, 0, 3.7, 2**63, True, -1e308)
+    ),
+    (RECIPE | {"peft": LORA | {"target_modules": [5]}}, "expected a list of names as target_modules of peft"),
+    *(
+        (RECIPE | {"model": RECIPE["model"] | {"num_layers": layers}}, "expected a whole number from 1 to 10000")
+        for layers in (32_000_000, 2**31 - 1, 2**31)
+    ),
+    (RECIPE | {"model": RECIPE["model"] | {"hidden_size": 2**31 - 1}}, "expected a whole number from 1 to 16777216"),
+    *(
+        (QWEN | {"mlp_only_layers": layers}, "mlp_only_layers: expected a list of layers")
+        for layers in (-1, "x", ["a"])
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), MODELS, ids=range(len(MODELS)))
+def test_values_of_models_are_checked_where_they_are_read(tmp_path, batches_file, capsys, model, said) -> None:
+    (path := tmp_path / ("config.json" if "model_type" in model else "recipe.yaml")).write_text(json.dumps(model))
+    words = ["plan", "--batches", str(batches_file), "--cost-model", "analytic", "--model-config", str(path)]
+    message = refused(capsys, *words, "--device-memory-mb", "4000")
+    assert said in message
+    assert message.startswith(str(path))
+    assert len(message.splitlines()[0]) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device-memory-mb", 2**63), ("devices-per-node", 2**64), ("intra-node-gbps", 1e308)]
+)
+def test_values_of_clusters_have_bounds(tmp_path, batches_file, capsys, key: str, value: float) -> None:
+    (cluster := tmp_path / "cluster.yaml").write_text(json.dumps(CLUSTER | {key: value}))
+    (model := tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["plan", "--batches", str(batches_file), "--cost-model", "analytic", "--model-config", str(model)]
+    message = refused(capsys, *words, "--cluster", str(cluster), "--device", "H100")
+    assert f"expected {key} as a number above 0 and of at most" in message
+
+
+@pytest.mark.parametrize("value", [{"dynapipe-data": 5}, {"dynapipe-data": [1]}])
+def test_a_run_files_dataset_may_be_anything_that_is_no_folder(tmp_path, batches_file, capsys, value) -> None:
+    run_file = {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "padded-vocab-size": 512} | value
+    (path := tmp_path / "run.yaml").write_text(json.dumps(run_file))
+    words = ["plan", "--batches", str(batches_file), "--cost-model", "analytic", "--model-config", str(path)]
+    assert main([*words, "--device-memory-mb", "4000"]) == 0
+
+
+@pytest.mark.parametrize("number", [-1, 2**24 + 1, 2**31, 3.5, None])
+def test_a_tokenizer_whose_ids_are_none_is_refused(tmp_path: Path, capsys: Any, number: Any) -> None:
+    word_tokenizer(tmp_path / "tokenizer", 16)
+    file = tmp_path / "tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["w9"] = number
+    file.write_text(json.dumps(content))
+    (rows := tmp_path / "rows.jsonl").write_text(json.dumps({"input": "w4", "target": "w5"}))
+    words = ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "made")]
+    assert f"{file}: expected a HuggingFace tokenizer, found another file" in refused(
+        capsys, "data", "prepare", str(rows), *words
+    )
+
+
+def test_a_tokenizer_that_fails_is_named(tmp_path: Path, capsys: Any) -> None:
+    """Words that its vocabulary lacks, without a token for them."""
+    word_tokenizer(tmp_path / "tokenizer", 16)
+    file = tmp_path / "tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["unk_token"] = "<none>"
+    file.write_text(json.dumps(content))
+    (rows := tmp_path / "rows.jsonl").write_text(json.dumps({"input": "w4", "target": "w5"}))
+    words = ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "made")]
+    message = refused(capsys, "data", "prepare", str(rows), *words)
+    assert "expected a tokenizer that encodes any text, it fails: " in message

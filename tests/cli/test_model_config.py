@@ -123,8 +123,8 @@ def test_every_run_file_describes_its_model(path: Path) -> None:
         ("{", "to be YAML or JSON"),
         ("[1]", "to be a mapping, got list"),
         ('{"num-layers": 4}', "expected hidden-size, found none of them"),
-        ('{"num-layers": true, "hidden-size": 8}', "num-layers: expected a whole number above 0, got True"),
-        ('{"model_type": "gpt2", "n_embd": -8}', "n_embd: expected a whole number above 0, got -8"),
+        ('{"num-layers": true, "hidden-size": 8}', "num-layers: expected a whole number from 1 to 10000, got True"),
+        ('{"model_type": "gpt2", "n_embd": -8}', "n_embd: expected a whole number from 1 to 16777216, got -8"),
         (None, "cannot read the model's configuration"),
         (
             '{"num-layers": 8, "hidden-size": 64, "num-experts": 4, "moe-layer-freq": "exit()"}',
@@ -143,9 +143,8 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True}, "for multi-latent-attention"),
-        ({"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type gemma2"),
-        ({**LLAMA, "model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 99}, "sliding_window 64"),
+        ({"num-layers": 4, "hidden-size": 64, "mtp-num-layers": 2}, "for mtp-num-layers"),
+        ({"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type falcon"),
         ({"num-layers": 4, "hidden-size": 64}, "needs --num-attention-heads, --vocab-size"),
     ],
 )
@@ -366,3 +365,26 @@ def test_costs_of_all_weights_are_none_of_adapters(cost_file: Path) -> None:
     loaded = decode_file(cost_file.read_bytes(), origin="file")
     with pytest.raises(CostModelError, match=r"this one has lora adapters of width 32 on .* the file's no adapters"):
         check_measured_model(loaded, {"adapters": Adapters()})
+
+
+def test_what_a_run_file_says_of_memory_counts_or_is_named(tmp_path, batches_file, capsys) -> None:
+    """As `tune` reads it: a model of 8B fits eight replicas of two ranks with its optimizer shared alone."""
+    words = ["plan", "--batches", str(batches_file), "--cost-model", "analytic", "--cluster", "h100_80gb", "--json"]
+    words += ["--model-config", str(CONFIGS / "llama_like_8b.yaml"), "--data-parallel", "8", "--tensor-parallel", "2"]
+    assert main.main(words) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["iterations"][0]["predicted_ms"] > 0
+    said = "tensor-model-parallel-size 1 (planned: 2), pipeline-model-parallel-size 4 (planned: 1)\n"
+    assert f"not read from {CONFIGS}/llama_like_8b.yaml: {said}" in told.err
+
+
+def test_what_is_planned_as_the_run_file_says_is_not_named(tmp_path, batches_file, capsys) -> None:
+    run_file = {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "padded-vocab-size": 512}
+    run_file |= {"dynapipe-layout": "padded", "pipeline-model-parallel-size": 2, "sequence-parallel": True}
+    (path := tmp_path / "run.yaml").write_text(json.dumps(run_file))
+    words = ["plan", "--batches", str(batches_file), "--cost-model", "analytic", "--model-config", str(path)]
+    words += ["--device-memory-mb", "4000", "--pipeline-parallel", "2"]
+    assert main.main(words) == 0
+    assert "run.yaml: dynapipe-layout padded (planned: auto), sequence-parallel true (" in capsys.readouterr().err
+    assert main.main([*words, "--layout", "padded"]) == 0
+    assert "run.yaml: sequence-parallel true (" in capsys.readouterr().err

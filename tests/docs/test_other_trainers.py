@@ -1,12 +1,16 @@
 """The adapters of docs/other-trainers.md, as they stand there, against the interfaces of the trainers they are for.
 
 Upstream's modules are stubs of the same names and signatures (Megatron-LM's dev branch at d48bd6be, slime at 624b824a,
-verl at b178a3cd); the HuggingFace trainer is the real one.
+verl 0.9.1, whose wheel is read by a slow test); the HuggingFace trainer is the real one.
 """
 
+import ast
+import inspect
 import re
+import subprocess
 import sys
 import types
+import zipfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -168,7 +172,7 @@ def test_verl(verl: types.ModuleType) -> None:
     assert again == indices
     for micro_batch, rows in zip(micro_batches, indices, strict=True):
         assert micro_batch["input_ids"].offsets().diff().tolist() == [LENGTHS[row] for row in rows]
-    for settings in ({"num_batches_divided_by": 2}, {"min_num_micro_batch": 2}):
+    for settings in ({"num_batches_divided_by": 2}, {"min_num_micro_batch": 2}, {"force_group_size": 2}):
         with pytest.raises(ValueError, match="train without virtual stages"):
             verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000, **settings)
 
@@ -192,6 +196,27 @@ def test_verl_has_as_many_micro_batches_on_every_rank(verl: types.ModuleType, mo
     assert all(every_once(indices) for indices in planned)
     _, alone = verl.rearrange_micro_batches(padded(LENGTHS), 1000, same_micro_num_in_dp=False)
     assert len(groups) == 2 and len(alone) < len(planned[0])
+
+
+@pytest.mark.slow
+def test_every_call_in_verls_release_is_one_of_the_adapter(verl: types.ModuleType, tmp_path: Path) -> None:
+    """The wheel of the version that the page names; its dependencies are not needed to read it."""
+    (version,) = re.findall(r"verl (\d+\.\d+\.\d+)", PAGE.read_text())
+    download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path)]
+    if subprocess.run([*download, f"verl=={version}"], check=False, timeout=120).returncode:
+        pytest.skip("no wheel of verl can be fetched")
+    with zipfile.ZipFile(next(tmp_path.glob("verl-*.whl"))) as wheel:
+        sources = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
+    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
+    ours = inspect.signature(adapter("verl")["rearrange_micro_batches"])
+    (theirs,) = (n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "rearrange_micro_batches")
+    assert [argument.arg for argument in theirs.args.args] == list(ours.parameters)
+    calls = [n for n in nodes if isinstance(n, ast.Call) and "rearrange_micro_batches" in ast.unparse(n.func)]
+    assert len(calls) >= 2
+    for call in calls:
+        ours.bind(*call.args, **{keyword.arg: None for keyword in call.keywords if keyword.arg})
+    for module, name in (("tensordict_utils", "index_select_tensor_dict"), ("device", "get_device_name")):
+        assert f"def {name}(" in sources[f"verl/utils/{module}.py"]
 
 
 def test_verl_has_to_come_before_the_modules_that_take_the_function(verl, monkeypatch):

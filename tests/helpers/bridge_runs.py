@@ -36,45 +36,41 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
+from tests.helpers.bridge_families import configuration
 from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
 LAYERS = 4
-_SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def make_model(folder: Path, family: str) -> Path:
     """A HuggingFace folder of random weights, with the tokenizer of `random_dataset`."""
     import transformers
 
-    of = {
-        "llama": lambda: transformers.LlamaConfig(**_SMALL, tie_word_embeddings=False),
-        "qwen3": lambda: transformers.Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),
-        "gemma3": lambda: transformers.Gemma3TextConfig(
-            **_SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=16
-        ),
-    }
     word_tokenizer(folder, VOCABULARY)
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(1)
-    config = of[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(configuration(family), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
+
+
+_OF_EXPERTS = {
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_overlap": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_enable_expert_bias": False,
+    "mtp_num_layers": None,
+    "make_vocab_size_divisible_by": 128,
+}
+"""Of a model's experts: kernels that are rehearsed, and no terms."""
 
 
 def recipe(
@@ -93,6 +89,7 @@ def recipe(
     own_samples: str | None = None,
     chats: bool = False,
     pattern: str = "",
+    of_model: dict[str, Any] | None = None,
 ) -> Any:
     """A recipe of a small model, as a user would change one of Bridge's.
 
@@ -109,6 +106,7 @@ def recipe(
         own_samples: a folder of JSON lines, as the recipe's own samples.
         chats: these are conversations.
         pattern: of a HybridModel of random weights, in place of the folder's model.
+        of_model: further attributes of the model.
     """
     config = _pretrain_common()
     bridge = AutoBridge.from_hf_pretrained(str(model), torch_dtype=torch.float32)
@@ -119,6 +117,10 @@ def recipe(
     _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
     provider.calculate_per_token_loss = True
+    for name, value in (_OF_EXPERTS if getattr(provider, "num_moe_experts", None) else {}).items():
+        setattr(provider, name, value)
+    for name, value in (of_model or {}).items():
+        setattr(provider, name, value)
     config.ddp.average_in_collective = False
     config.mixed_precision = "bf16_mixed" if half else None
     config.train.train_iters = iterations
@@ -279,6 +281,7 @@ def train(
     export: str | None = None,
     calibrate_s: float = 0.0,
     forced: dict[str, Any] | None = None,
+    multiple: int = 0,
     layers: str = layer_choice.RECIPE,
     broken: str = "",
     **layout: Any,
@@ -294,6 +297,7 @@ def train(
         memory_limit_mb, calibrate_s: as `planned`.
         export: as `Kept`.
         forced: settings of plans in place of what is free to choose.
+        multiple: of the lengths of rows, without plans; 0 for one length.
         broken: as `fault`.
         layers: as `planned`, or layers per stage in place of what would be chosen.
         layout: as `recipe`.
@@ -305,7 +309,7 @@ def train(
     loop = finetune if config.peft is not None else pretrain
     if not is_planned:
         found = dataset if own is None else str(next(Path(dataset).glob("samples-*")))
-        with stock(config, StockDataset(dataloader_type="external", folder=found, own=own)):
+        with stock(config, StockDataset(dataloader_type="external", folder=found, own=own, multiple=multiple)):
             loop(config=config, forward_step_func=forward_step, callbacks=[kept])
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version
 from megatron_dynapipe.core.errors import UnsupportedMegatronError
+from megatron_dynapipe.files import check_open_files
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.processes import end_with_launcher, importing
@@ -32,6 +33,7 @@ def run(main: Callable[[], None], *, device: cpu.Device | None = None) -> None:
         device = device or early.dynapipe_device
         # Before anything asks for a device; an elastic run may come to have stages.
         stages = 2 if "--dynapipe-elastic" in sys.argv else early.pipeline_model_parallel_size
+        check_open_files()
         prepare_environment(early.tensor_model_parallel_size, stages, device)
         if device != "cpu" and not cpu.is_enabled():
             driver.check_devices()  # training goes to the CPU only where it is asked to, or where there is no GPU

@@ -165,6 +165,12 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
             late.add_note(note)
         return late
     frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if frames & SAVING and isinstance(error, TypeError) and not early_flags(sys.argv[1:]).save:
+        return ExecutionError(
+            "Megatron has found a loss or a gradient that is no number, or that it cannot repeat (its lines are above),"
+            " and there is no --save FOLDER for the checkpoint with which it ends a run",
+            hint="lower --lr, or look at the samples; --no-check-for-nan-in-loss-and-grad goes on whatever comes",
+        )
     is_archive = isinstance(error, RuntimeError) and "inline_container" in str(error)  # which torch writes
     if frames & SAVING and (is_archive or isinstance(error, OSError | CheckpointException)):
         return unwritten(Path(early_flags(sys.argv[1:]).save or "."), error)

@@ -20,7 +20,6 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.problem import SplitBackward
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
-from megatron_dynapipe.costing import Experts
 from megatron_dynapipe.integration.flags.planning_flags import ADAPTIVE
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
@@ -98,10 +97,6 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
             (
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
                 "seq_aux_loss is of whole samples",
-            ),
-            (
-                (experts := Experts.of_megatron(vars(args))) is not None and experts.layers != (),
-                "costs of pieces are known where all layers have experts, or none",
             ),
             (
                 args.dynapipe_schedule != ADAPTIVE,

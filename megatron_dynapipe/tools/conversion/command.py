@@ -21,10 +21,11 @@ from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
 from megatron_dynapipe.tools.conversion.families import UNTIED, flags, read_config
 from megatron_dynapipe.tools.conversion.names import HEAD, entries
-from megatron_dynapipe.tools.conversion.source import is_tied, published, rounded, their_model
+from megatron_dynapipe.tools.conversion.source import check_finite, is_tied, published, rounded, their_model
 from megatron_dynapipe.tools.conversion.tensors import TensorEntry
 
 RUN_FILE, CONFIG, GENERATION = "model.yaml", "config.json", "generation_config.json"
+_QUANTIZED = "quantization_config"
 _HEADER = """\
 # {name} in Megatron's flags. The command trains it from its own weights on the samples in data/mixture; copy it
 # without the comment sign. Run files with layout and training go before this one.
@@ -78,7 +79,11 @@ def from_hugging_face(
     dtype = next(iter(tensors.values())).dtype
     for note in rounded(source, dtype):
         said(note)
+    if getattr(config, _QUANTIZED, None):
+        name = str(dtype).removeprefix("torch.")
+        said(f"weights are quantized: they are converted as {name}, and config.json says so in the checkpoint's folder")
     changes: dict[str, Any] = {} if rows == own else {"vocab_size": rows}
+    changes |= _true_type(source, dtype)
     if UNTIED not in described and not is_tied(theirs):
         said("config.json says that the head is the embedding, and the files have another: it is kept, untied")
         described[UNTIED] = True
@@ -136,6 +141,7 @@ def to_hugging_face(
         checkpoint.load(model, folder, {entry.ours: entry.rows for entry in table if entry.rows})
         tensors = read_out(model, table, progress)
     dtype = config.dtype or torch.float32
+    changes |= _true_type(like, dtype)
     with fresh_folder(target) as fresh:
         save_torch_state_dict({name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}, fresh)
         _write_config(like, fresh, changes)
@@ -145,13 +151,30 @@ def to_hugging_face(
     return target
 
 
+def _fields(source: Path) -> dict[str, Any]:
+    """Of a configuration's file, or of a folder's."""
+    fields: dict[str, Any] = msgspec.json.decode(read_bounded(source / CONFIG if source.is_dir() else source))
+    return fields
+
+
+def _true_type(source: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Changes of a configuration that says another type of the weights than they are written in; none where it does."""
+    fields = _fields(source)
+    name = str(dtype).removeprefix("torch.")
+    said = fields.get("dtype", fields.get("torch_dtype"))
+    return {} if said in (None, name) and _QUANTIZED not in fields else {"dtype": name}
+
+
 def _write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:
-    """The configuration as it is, but for some fields: written by transformers, a T5's would read as of a tied head."""
-    file = source / CONFIG if source.is_dir() else source
-    if not changes:
-        shutil.copyfile(file, folder / CONFIG)
+    """The configuration as it is, but for some fields: written by transformers, a T5's would read as of a tied head.
+
+    The weights are written as plain numbers, so nothing of a quantization is left.
+    """
+    fields = _fields(source)
+    if not changes and _QUANTIZED not in fields:
+        shutil.copyfile(source / CONFIG if source.is_dir() else source, folder / CONFIG)
         return
-    fields = msgspec.json.decode(read_bounded(file)) | changes
+    fields = {name: value for name, value in {**fields, **changes}.items() if name != _QUANTIZED}
     (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n")
 
 
@@ -187,6 +210,8 @@ def fill(model: nn.Module, table: list[TensorEntry], tensors: Mapping[str, Tenso
         for entry in progress(table):
             if missing := [name for name in entry.theirs if name not in tensors]:
                 raise ConfigError(f"expected the tensors {', '.join(missing)}, found none", hint="download it whole")
+            for name in entry.theirs:
+                check_finite(name, tensors[name])
             parameter = parameters.pop(entry.ours)
             value = entry.join([tensors[name] for name in entry.theirs])
             expected = (entry.rows, *parameter.shape[1:]) if entry.rows else tuple(parameter.shape)
@@ -211,6 +236,7 @@ def read_out(model: nn.Module, table: list[TensorEntry], progress: Progress = it
     tensors: dict[str, Tensor] = {}
     for entry in progress(table):
         value = parameters[entry.ours].detach()
+        check_finite(entry.ours, value)
         parts = entry.split(value[: entry.rows] if entry.rows else value)
         tensors |= {
             name: part.clone(memory_format=torch.contiguous_format)

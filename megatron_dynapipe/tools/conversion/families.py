@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import round_up
-from megatron_dynapipe.costing.hugging_face import KINDS, OF_EXPERTS, T5_LIKE, Flags, megatron_flags, obstacle_in
+from megatron_dynapipe.costing.hugging_face import CONVERTED, OF_EXPERTS, T5_LIKE, Flags, megatron_flags
 
 UNTIED = "untie-embeddings-and-output-weights"
 _ROWS_MULTIPLE = 128
@@ -18,8 +18,19 @@ _BIASES = (
 )
 """Why `attention_bias` has no flags: no checkpoint of Qwen's makers has it."""
 
+_IN_BRIDGE = (
+    "Megatron-Bridge converts most families (AutoBridge.from_hf_pretrained), and plans train its recipes"
+    " (docs/bridge.md)"
+)
+_ADAPTER = "adapter_config.json"
+_MERGE = (
+    "merge it into the model that it was trained on (peft: merge_and_unload, then save_pretrained), and convert that"
+)
+
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings that `--use-rope-scaling` has besides its factor."""
+_NOT_YARNS = {"attention_factor", "partial_rotary_factor"}
+"""Settings of YaRN that no flag has."""
 
 
 def read_config(path: Path) -> Any:
@@ -31,6 +42,8 @@ def read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and (path / _ADAPTER).is_file():
+        raise ConfigError(f"expected the weights of a whole model in {path}, found an adapter of peft", hint=_MERGE)
     if not file.is_file():
         raise ConfigError(
             f"expected a HuggingFace model's config.json, found no {file}", hint="name its folder, downloaded whole"
@@ -38,11 +51,15 @@ def read_config(path: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a configuration of a known model: {error}") from error
+        raise ConfigError(f"{file} is not a configuration of a known model: {error}", hint=_IN_BRIDGE) from error
     if config.model_type.startswith("gemma"):
-        raise ConfigError(f"{file}: {config.model_type} is not supported: Megatron scales embeddings only for muP")
-    if config.model_type not in KINDS:
-        raise ConfigError(f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}")
+        raise ConfigError(
+            f"{file}: {config.model_type} is not supported: Megatron scales embeddings only for muP", hint=_IN_BRIDGE
+        )
+    if config.model_type not in CONVERTED:
+        raise ConfigError(
+            f"{file}: expected a model of type {', '.join(CONVERTED)}, got {config.model_type}", hint=_IN_BRIDGE
+        )
     return config
 
 
@@ -58,10 +75,10 @@ def flags(config: Any, rows: int | None = None) -> Flags:
     """
     kind = config.model_type
     described = megatron_flags(config.to_dict())
-    if obstacle := obstacle_in(config.to_dict()):
-        raise ConfigError(f"{kind}: expected a model without sliding windows, got {obstacle}")
     numbers = _gpt2(config) if kind == "gpt2" else _t5(config) if kind in T5_LIKE else _llama(config)
     vocabulary = described.pop("vocab-size")
+    if "window-size" in described:  # which PyTorch's attention does not have
+        numbers["dynapipe-attention"] = "megatron"
     described |= numbers | {"padded-vocab-size": round_up(rows or vocabulary, _ROWS_MULTIPLE)}
     kernels = ("no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-dropout-fusion")
     return described | dict.fromkeys(kernels, True)
@@ -97,9 +114,27 @@ def _rotations(rotations: Mapping[str, Any]) -> Flags:
     if is_llama3 and all(rotations.get(name) == value for name, value in _LLAMA3_SCALING.items()):
         scaling = {"use-rope-scaling": True, "rope-scaling-factor": float(rotations["factor"])}
         return {"rotary-base": int(base)} | scaling
+    if rotations["rope_type"] == "yarn" and not rotations.keys() & _NOT_YARNS and rotations.get("factor"):
+        return {"rotary-base": int(base)} | _yarn(rotations)
     raise ConfigError(
-        f"expected rotary positions as they are, or scaled as LLaMA 3.1's {_LLAMA3_SCALING}, got {dict(rotations)}"
+        f"expected rotary positions as they are, or scaled by YaRN or as LLaMA 3.1's {_LLAMA3_SCALING}, got"
+        f" {dict(rotations)}",
+        hint=_IN_BRIDGE,
     )
+
+
+def _yarn(rotations: Mapping[str, Any]) -> Flags:
+    scaling: Flags = {
+        "position-embedding-type": "yarn",
+        "rotary-scaling-factor": float(rotations["factor"]),
+        "yarn-original-max-position-embeddings": int(rotations["original_max_position_embeddings"]),
+        "yarn-beta-fast": float(rotations.get("beta_fast") or 32),
+        "yarn-beta-slow": float(rotations.get("beta_slow") or 1),
+        "no-yarn-correction-range-round-to-int": rotations.get("truncate", True) is False,
+    }
+    if rotations.get("mscale") and rotations.get("mscale_all_dim"):
+        scaling |= {"mscale": float(rotations["mscale"]), "mscale-all-dim": float(rotations["mscale_all_dim"])}
+    return {name: value for name, value in scaling.items() if value is not False}
 
 
 def _t5(config: Any) -> Flags:

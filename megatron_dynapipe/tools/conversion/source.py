@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing.hugging_face import OF_EXPERTS
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.entry.resume_record import named
@@ -25,7 +26,7 @@ def their_model(config: Any, source: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging
 
-    _check_index(source / INDEX)
+    _check_layers(config, source)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -59,6 +60,25 @@ def _check_index(index: Path) -> None:
     if elsewhere := sorted(name for name in files if Path(name).name != name):
         raise ConfigError(
             f"expected {index} to name files in its own folder, got {named(elsewhere)}", hint="download the model anew"
+        )
+
+
+def _check_layers(config: Any, source: Path) -> None:
+    """Refuse files with fewer tensors than the model has layers, before it is built."""
+    from safetensors import SafetensorError, safe_open
+
+    _check_index(source / INDEX)
+    layers = config.num_hidden_layers
+    try:
+        tensors = 0
+        for each in _files(source):
+            with safe_open(source / each, framework="pt") as file:
+                tensors += len(file.keys())
+    except (OSError, SafetensorError):
+        return  # which reading them names
+    if tensors < layers:
+        raise ConfigError(
+            f"expected weights of {layers} layers in {source}, as config.json says, found {amount(tensors, 'tensor')}"
         )
 
 
@@ -107,11 +127,8 @@ def rounded(source: Path, dtype: torch.dtype) -> Iterator[str]:
     """A line where weights in a folder's files lose digits in the type that they are read in."""
     from safetensors import safe_open
 
-    files = {WEIGHTS}
-    if (source / INDEX).is_file():
-        files = set(msgspec.json.decode(read_bounded(source / INDEX), type=_Index).weight_map.values())
     kinds: set[torch.dtype] = set()
-    for each in files:
+    for each in _files(source):
         with safe_open(source / each, framework="pt") as file:
             names = list(file.keys())
             kinds |= {_DTYPES.get(file.get_slice(key).get_dtype(), dtype) for key in names}
@@ -120,6 +137,19 @@ def rounded(source: Path, dtype: torch.dtype) -> Iterator[str]:
             f"weights are rounded from {' and '.join(lost)} to {_name(dtype)}, the dtype in config.json; with"
             f' "dtype": "{lost[0]}" there they are kept as they are'
         )
+
+
+def _files(source: Path) -> set[str]:
+    """The names of a folder's files of weights."""
+    if not (source / INDEX).is_file():
+        return {WEIGHTS}
+    return set(msgspec.json.decode(read_bounded(source / INDEX), type=_Index).weight_map.values())
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a weight that is no number; raises ConfigError."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise ConfigError(f"{name}: expected finite weights, {int((~torch.isfinite(tensor)).sum())} are not")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -56,12 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, *, sentinels: in
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS)
 
 
-class _Vocabulary(msgspec.Struct):
-    vocab: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**24)]] | list[Any] = []
-
-
-class _TokenizerFile(msgspec.Struct):
-    model: _Vocabulary
+_Vocabulary = dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**24)]] | list[Any]
 
 
 def check_ids(path: Path) -> None:
@@ -72,7 +67,9 @@ def check_ids(path: Path) -> None:
         OSError: it cannot be read.
     """
     try:
-        msgspec.json.decode(read_bounded(path), type=_TokenizerFile)
+        content = msgspec.json.decode(read_bounded(path), type=dict[str, Any])
+        model = msgspec.convert(content.get("model"), dict[str, Any])
+        msgspec.convert(model.get("vocab", []), _Vocabulary)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: expected a HuggingFace tokenizer, found another file: {error}") from error
 

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dynapipe import outputs
 from megatron_dynapipe.core.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, leaving
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import TRACKER
+from tests.helpers import entry_scripts
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import in_ranks, run_ranks
 
@@ -48,6 +49,7 @@ def test_the_error_is_printed_and_the_peers_name_the_rank(rank):
         assert said.rstrip().endswith(named)
 
 
+ALONE = {"kill": None, "pictures": False}
 IN_OUR_WORDS = [
     # an error of Megatron's or gloo's, ours for it, its message, how its hint begins
     (
@@ -147,6 +149,15 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         assert f"{tmp_path} has " in told.hint and " MB free; checkpoints that were complete are as" in told.hint
         assert failure._explained(error.with_traceback(None)) is error
     assert isinstance(save_checkpoint(RuntimeError("of something else")), RuntimeError)
+
+
+def test_a_loss_that_is_no_number_needs_no_folder(data, tmp_path):
+    """Megatron ends such a run with a checkpoint, for which it had no folder."""
+    argv = words("gpt", data, "--train-iters 9 --lr 1e30", report=tmp_path / "report")
+    (ran,) = run_ranks(entry_scripts.run_entry, 1, {"script": script_of("gpt"), "argv": argv, **ALONE}, deadline_s=240)
+    assert ran["status"] == 1
+    assert "error: Megatron has found a loss or a gradient that is no number" in ran["stderr"]
+    assert "TypeError" not in ran["stderr"]
 
 
 def fail_alike(rank: int, world_size: int) -> str:

@@ -86,7 +86,7 @@ def added_tokens(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
     import msgspec
 
     from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-    from megatron_dynapipe.integration.flags.megatron_flags import RELEASE
+    from megatron_dynapipe.integration.flags.trackers import RELEASE
 
     plain = source(Path(folder) / "llama", "llama")
     _, converted = there(plain, VOCABULARY + 30)
@@ -122,6 +122,23 @@ def heads(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
     said, converted = there(source(Path(folder) / "equal", "qwen2", with_equal))
     found["equal"] = said, "lm_head.weight" in back(converted)[0]
     return found
+
+
+def quantized(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What the configuration says of a result that is made like a folder of quantized weights."""
+    models._without_cuda()
+    place = Path(folder)
+    plain = source(place / "llama", "llama")
+    _, converted = there(plain)
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    like = source(place / "like", "llama", dtype="bfloat16", **fp8)
+    tensors, config = back(converted, None, like)
+    plain_config = back(converted)[1]
+    return {
+        "types": sorted({str(tensor.dtype) for tensor in tensors.values()}),
+        "said": {name: config.get(name) for name in ("dtype", "quantization_config")},
+        "unchanged": plain_config == json.loads((plain / "config.json").read_text()),
+    }
 
 
 def types(*, rank: int, world_size: int, folder: str) -> dict[str, list[str]]:

@@ -31,13 +31,20 @@ def configs() -> dict[str, Any]:
     t5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24}
     t5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "vocab_size": VOCABULARY}
     scaled = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     return {
         "gpt2": GPT2Config(
             n_embd=64, n_layer=3, n_head=4, n_positions=64, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
         ),
         "llama": LlamaConfig(**llama, rms_norm_eps=1e-5),
         "llama-3.1": LlamaConfig(**llama, rope_parameters=scaled | {"original_max_position_embeddings": 8192}),
+        "llama, YaRN": LlamaConfig(**llama, rope_parameters=yarn),
+        "qwen3, YaRN": Qwen3Config(
+            **llama, head_dim=32, rope_parameters=yarn | {"beta_fast": 16.0, "mscale": 1.2, "mscale_all_dim": 0.8}
+        ),
         "mistral": MistralConfig(**llama, sliding_window=None),
+        "mistral, windows": MistralConfig(**llama, sliding_window=7),
+        "qwen2, some windows": Qwen2Config(**llama, use_sliding_window=True, sliding_window=5, max_window_layers=1),
         "qwen2": Qwen2Config(**llama, tie_word_embeddings=True),
         "qwen2, untied": Qwen2Config(**llama, attention_bias=True),
         "qwen3": Qwen3Config(**llama, head_dim=32),
@@ -150,7 +157,7 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What `convert from-hf` says of folders whose files are not whole, or whose models Megatron does not have."""
     _without_cuda()
     from safetensors.torch import load_file, save_file
-    from transformers import Gemma2Config, GemmaConfig, MistralConfig, Qwen2Config
+    from transformers import Gemma2Config, GemmaConfig, Phi3Config
 
     from megatron_dynapipe.core.errors import ConfigError
     from megatron_dynapipe.tools.conversion.command import from_hugging_face
@@ -175,14 +182,23 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         except ConfigError as error:
             return str(error)
 
+    def with_nan(tensors: Any) -> None:
+        tensors[up][2, 3] = float("nan")
+
     up, head = "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
     rotations = {"rope_type": "default", "rope_theta": 10000.5}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     said = {
         "missing": convert("missing", "llama", lambda tensors: tensors.pop(up)),
         "no head": convert("no head", "llama", lambda tensors: tensors.pop(head)),
         "no head of a T5": convert("no head of a T5", "t5-v1.1", lambda tensors: tensors.pop(head)),
         "unexpected": convert("unexpected", "qwen2", lambda tensors: tensors.update(score=torch.ones(2))),
         "shape": convert("shape", "llama", lambda tensors: tensors.update({up: torch.ones(3, 64)})),
+        "NaN": convert("NaN", "llama", with_nan),
+        "layers": convert("layers", "llama", num_hidden_layers=10_000),
+        "more layers": convert("more layers", "llama", num_hidden_layers=100_000),
+        "adapter": convert("adapter", "llama", damage="adapter_config.json"),
+        "YaRN": convert("YaRN", "llama", rope_parameters=yarn | {"attention_factor": 2.0}),
         "theta": convert("theta", "llama", rope_parameters=rotations),
         "biases": convert("biases", "qwen3", attention_bias=True),
         "biases of the MLP": convert("biases of the MLP", "llama", mlp_bias=True),
@@ -193,12 +209,7 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
             "index of other folders", "llama", index='{"weight_map": {"a": "../../b.safetensors"}}'
         ),
     }
-    for config in (
-        MistralConfig(sliding_window=32, max_position_embeddings=64),
-        Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1),
-        GemmaConfig(),
-        Gemma2Config(),
-    ):
+    for config in (GemmaConfig(), Gemma2Config(), Phi3Config()):
         config.save_pretrained(Path(folder) / config.model_type)
         try:
             said[config.model_type] = str(from_hugging_face(Path(folder) / config.model_type, Path(folder) / "other"))

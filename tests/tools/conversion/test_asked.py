@@ -36,6 +36,13 @@ def test_a_head_that_is_not_the_embedding_is_kept_whatever_the_configuration_say
     assert told["equal"] == ([], False), "which is the embedding"
 
 
+def test_a_result_is_of_the_type_that_its_configuration_says(tmp_path: Path) -> None:
+    told = run(asked.quantized, tmp_path)
+    assert told["types"] == ["torch.bfloat16"]
+    assert told["said"] == {"dtype": "bfloat16", "quantization_config": None}
+    assert told["unchanged"]
+
+
 def test_weights_that_lose_digits_are_said(tmp_path: Path) -> None:
     told = run(asked.types, tmp_path)
     (said,) = told["rounded"]

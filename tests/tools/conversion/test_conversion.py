@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import TRACKER
 from megatron_dynapipe.tools.conversion import command
 from tests.helpers.processes import run_ranks
 from tests.tools.conversion import models
@@ -26,9 +26,13 @@ REFUSED = {
     "theta": "expected a whole number of rope_theta, as Megatron's flag has, got 10000.5",
     "biases": "qwen3: expected attention_bias False or None, got True\nhint: Megatron has biases of queries, keys",
     "biases of the MLP": "llama: expected mlp_bias False or None, got True",
-    "mistral": "mistral: expected a model without sliding windows, got sliding_window 32 of 64 positions",
-    "qwen2": "qwen2: expected a model without sliding windows, got sliding_window 32 of 32768 positions",
-    "gemma": "gemma is not supported: Megatron scales embeddings only for muP",
+    "NaN": "model.layers.1.mlp.up_proj.weight: expected finite weights, 1 are not",
+    "layers": "expected weights of 10000 layers in ",
+    "more layers": "num_hidden_layers: expected a whole number from 1 to 10000, got 100000",
+    "adapter": "found an adapter of peft\nhint: merge it into the model",
+    "YaRN": "expected rotary positions as they are, or scaled by YaRN or as LLaMA 3.1's",
+    "phi3": "got phi3\nhint: Megatron-Bridge converts most families",
+    "gemma": "gemma is not supported: Megatron scales embeddings only for muP\nhint: Megatron-Bridge converts",
     "gemma2": "gemma2 is not supported: Megatron scales embeddings only for muP",
 }
 
