@@ -2,7 +2,7 @@
 # the demos without the packages of tests, checkers and documents.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run demo demo-gpt test test-full test-upstream test-bridge check claims docs clean
+.PHONY: help setup setup-run demo demo-gpt test test-full test-upstream test-bridge test-oldest check claims docs clean
 
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
@@ -10,6 +10,7 @@ PYTEST := $(PYTHON) -m pytest
 SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 # Printed at the end, which the continuous integration keeps with its log: which tests to shorten or to begin with.
 LONGEST := --durations 30 --durations-min 1
+CALL_TORCH := $(addprefix tests/,cpu data integration modules patches rehearsal runtime tools)
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # Every warning in the native core's sources is an error; in the headers of Python and nanobind it is not ours to mend.
@@ -29,6 +30,7 @@ help:
 	@echo "make test       the test suite (make test-full: with the slow tests, and more examples)"
 	@echo "make test-upstream CHECKOUTS='FOLDER …'   tests of checkouts of Megatron-LM, one after another"
 	@echo "make test-bridge   runs inside Megatron-Bridge, in an environment of its own, .venv-bridge"
+	@echo "make test-oldest   the tests of whatever calls PyTorch, with the oldest one supported, in .venv-oldest"
 	@echo "make check      lint, warnings of the native core, types, import order, size, documents"
 	@echo "make claims     runs what benchmarks/claims.md says checks our claims"
 	@echo "make docs       the documents as a site, in build/docs"
@@ -62,8 +64,13 @@ test-upstream: setup
 
 # Beside the everyday suite: Megatron-Bridge brings packages that nothing else here needs.
 test-bridge: setup
-	@scripts/setup_bridge.sh
+	@scripts/setup_beside.sh bridge
 	.venv-bridge/bin/python -m pytest tests/bridge -m bridge -n 0
+
+# What everyday tests run with is the newest PyTorch; these rooms are all that call it.
+test-oldest: setup
+	@scripts/setup_beside.sh oldest
+	.venv-oldest/bin/python -m pytest $(CALL_TORCH) -m "not slow and not gpu" $(SIDE_BY_SIDE)
 
 check: setup
 	$(CHECK_CORE)
@@ -83,7 +90,7 @@ docs: setup
 	$(DOCS)
 
 clean:
-	rm -rf build dist .demo .venv-bridge .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build dist .demo .venv-bridge .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find megatron_dynapipe tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	find megatron_dynapipe -name '_native*.so' -delete
 	rm -f .venv/.setup/project  # the next command builds the native core again

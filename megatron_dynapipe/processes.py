@@ -10,6 +10,7 @@ A child never outlives this process, however this one ends: the pipe ends with i
 (`end_with_launcher`): Linux only.
 """
 
+import atexit
 import ctypes
 import errno
 import gc
@@ -168,7 +169,8 @@ def importing() -> Iterator[None]:
     """Around imports of many modules: no garbage is collected, and what is there at the end is never looked through.
 
     Nearly all objects of modules stay, and they come by the million: looking through them again and again took a sixth
-    of the time in which PyTorch and Megatron are imported.
+    of the time in which PyTorch and Megatron are imported. Only at its end does this process look through them:
+    otherwise Triton's nanobind would print a page of what it takes for leaks.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -176,6 +178,7 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
 

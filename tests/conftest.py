@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import atexit
 import gc
 import os
 from collections import Counter
@@ -60,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Let collections during tests leave out what was imported, which takes longer than most tests."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # as `processes.importing`
     gc.enable()
 
 

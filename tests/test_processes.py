@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dynapipe.processes import ChildLog, importing
+from tests.helpers.commands import run_python
 
 
 def print_lines(log: ChildLog, first: int, count: int) -> None:
@@ -82,3 +83,9 @@ def test_no_garbage_is_collected_during_imports_nor_are_modules_looked_through_a
         gc.callbacks.remove(note)
         gc.unfreeze()
         gc.enable()
+
+
+def test_what_was_imported_is_let_go_of_at_the_end() -> None:
+    """Triton's nanobind prints what it takes for leaks, on every rank, if it is not."""
+    program = "from megatron_dynapipe.processes import importing\nwith importing():\n    import triton"
+    assert not run_python("-c", program).stderr

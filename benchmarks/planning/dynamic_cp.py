@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dynapipe.choosing.planners import planner_of
-from megatron_dynapipe.cli.batch_arguments import chosen_batches
-from megatron_dynapipe.cli.compare import longest_rows
+from megatron_dynapipe.cli.batch_arguments import chosen_batches, longest_rows
 from megatron_dynapipe.cli.planning_arguments import costs_and_settings
 from megatron_dynapipe.core.batch import Samples, round_up_all
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError

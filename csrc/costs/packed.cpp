@@ -132,14 +132,9 @@ void PackedCosts::subtract(size_t mode, int32_t sample, size_t cell, RowSums& su
 
 // What a piece of a sample costs besides.
 void PackedCosts::add_extras(size_t mode, int32_t sample, int64_t times, RowSums& sums) const {
-    const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * kPieceRows;
-    for (size_t i = 0; i < width_; ++i) {
-        const int32_t row = problem_.rows.read[i], kind = row / kQuantities;
-        if (row < kPieceRows)
-            sums.terms[stride_ + i] += times * extra[row];
-        else if (problem_.counts_labels() && kind == problem_.labelled[0])  // an MLP, too
-            sums.terms[stride_ + i] += times * with_labels(i, sample, extra[kQuantities + row % kQuantities]);
-    }
+    const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * problem_.rows.count();
+    for (size_t i = 0; i < width_; ++i)
+        sums.terms[stride_ + i] += times * with_labels(i, sample, extra[problem_.rows.read[i]]);
 }
 
 // A sample's share of a row that is read, by how many of its positions count.

@@ -75,7 +75,7 @@ void Problem::check_chains() const {
     if (!is_cut()) return;
     require(may_pack, "packed rows, where samples are cut");
     require(chains.size() == samples(), "a chain or -1 for every sample");
-    require(extras.size() == modes.size() * samples() * kPieceRows, "what pieces cost besides, under every mode");
+    require(extras.size() == modes.size() * samples() * rows.count(), "what pieces cost besides, under every mode");
     for (int64_t extra : extras)
         require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
     int32_t next = 0;
@@ -101,7 +101,8 @@ void Problem::choose_rows() {
         if (!every_quantity && std::none_of(modules.begin(), modules.end(), needs)) continue;
         if (quantity == kWeight && division == Division::kOff) continue;
         // Whether a shape is covered at all is read from times.
-        bool is_read = quantity == kForward || (is_cut() && row < kPieceRows);
+        bool is_read = quantity == kForward;
+        for (size_t at = row; at < extras.size() && !is_read; at += rows.count()) is_read = extras[at] != 0;
         for (const Grid& grid : modes)
             is_read = is_read || holds_more_than_zeros(grid.values, row, rows.count()) ||
                       holds_more_than_zeros(grid.separate, row, rows.count());

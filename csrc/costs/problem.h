@@ -46,7 +46,7 @@ struct Problem {
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t>
         chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
-    std::vector<int64_t> extras;  // [modes][samples][kPieceRows] what a piece costs modules besides its share
+    std::vector<int64_t> extras;  // [modes][samples][rows] what a piece costs modules besides its share
     Rows rows = {};
     // Where the last MLP and the head run positions with labels alone.
     std::vector<int64_t> labels = {};    // [samples] how many count; empty where all do

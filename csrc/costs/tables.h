@@ -15,7 +15,6 @@ namespace dynapipe {
 // What a module costs (core/costs.py): ns and bytes. The first five are also what a stage does.
 enum Quantity { kForward, kBackward, kStored, kPeak, kWeight, kEntryStored, kEntryPeak, kQuantities };
 constexpr int kStageQuantities = kEntryStored;
-constexpr int kPieceRows = 2 * kQuantities;  // of kinds 0 and 1, attention and MLP: what a piece of a sample adds to
 
 constexpr int64_t kMostModules = 131072;  // of a stage
 

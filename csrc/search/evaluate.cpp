@@ -17,7 +17,7 @@ int64_t Evaluator::run(const ReplicaState& replica, int64_t bound, std::vector<u
     if (kinds) *kinds = scheduled_;
     // The order is that of transfers that wait for nothing, and takes at least as long with those that do.
     const Simulation run = simulate_transfers(problem_.pipeline, rows_, scheduler_.order(scheduled_));
-    return run.stalled ? kUnreachable : run.makespan;
+    return run.stalled || run.makespan >= bound ? kUnreachable : run.makespan;
 }
 
 void Evaluator::keep(const Solution& solution) {

@@ -31,9 +31,9 @@ public:
           left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
-    Found run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed, int64_t most);
-    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions,
-                                 const std::vector<MicroBatches>& packed, int64_t most, int64_t filled);
+    Found run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most);
+    std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed,
+                                 int64_t most, int64_t filled);
 
 private:
     Found improved(std::vector<Solution> solutions);

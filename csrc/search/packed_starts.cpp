@@ -17,6 +17,7 @@ using Share = CostCache::Share;
 
 constexpr int64_t kScale = 1024;
 constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
+constexpr int64_t kPlenty = 512;  // of memory, in 1024ths, that samples under their fastest modes leave to passes
 constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
 constexpr int64_t kSmallestRow = 64,
                   kLeastRows = 4;           // of a replica; smaller rows than these only where batches are small
@@ -44,6 +45,10 @@ struct Upgrade {
     int64_t saved, pressure;
 };
 
+bool are_alike(const MicroBatch* a, const MicroBatch* b) {
+    return a->modes == b->modes && a->samples == b->samples;
+}
+
 class Starts {
 public:
     Starts(const Problem& problem, CostCache& costs, BatchMaker& maker)
@@ -60,8 +65,12 @@ public:
         classify();
     }
 
-    std::vector<MicroBatches> all() {
-        for (int64_t size : row_sizes()) build(size);
+    PackedStarts all() {
+        for (int64_t size : row_sizes()) {
+            if (!cost(size)) continue;
+            for (size_t fastest = 0; fastest < problem_.modes.size(); ++fastest)
+                if (build(size, fastest)) break;
+        }
         return std::move(found_);
     }
 
@@ -81,11 +90,11 @@ private:
     std::vector<int64_t> row_sizes();
     bool cost(int64_t size);
     int64_t estimate(int64_t size, int64_t rows);
-    void build(int64_t size);
+    bool build(int64_t size, size_t fastest);
     void classify();
-    std::vector<Option> options(int32_t of_class) const;
+    std::vector<Option> options(int32_t of_class, size_t fastest) const;
     void pressure_of(int32_t of_class, size_t mode, int64_t rows, int64_t times);
-    void rows(int64_t size, int64_t width);
+    void rows(int64_t size, int64_t width, std::vector<MicroBatches>& found);
     bool fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows, MicroBatches& out);
     int64_t time(const Share& share) const {
         return share.forward + (problem_.pipeline.forward_only ? 0 : share.backward);
@@ -106,7 +115,7 @@ private:
     std::vector<std::vector<Share>> shares_;  // [modes × classes][types of stages]; none where not covered
     std::vector<size_t> mode_of_;             // [samples]
     std::vector<int64_t> pressure_;           // [stages] memory that rows in flight take, in 2^-20 of what there is
-    std::vector<MicroBatches> found_;
+    PackedStarts found_;
 };
 
 void Starts::classify() {
@@ -178,10 +187,10 @@ std::vector<int64_t> Starts::row_sizes() {
     return sizes;
 }
 
-// The modes of a class on the lower hull of time over memory.
-std::vector<Option> Starts::options(int32_t of_class) const {
+// The modes of a class, from `fastest` on, on the lower hull of time over memory.
+std::vector<Option> Starts::options(int32_t of_class, size_t fastest) const {
     std::vector<Option> all, hull;
-    for (size_t mode = 0; mode < problem_.modes.size(); ++mode) {
+    for (size_t mode = fastest; mode < problem_.modes.size(); ++mode) {
         const std::vector<Share>& its = share(mode, of_class);
         if (its.empty()) continue;
         Option option{mode, 0, 0};
@@ -222,9 +231,9 @@ void Starts::pressure_of(int32_t of_class, size_t mode, int64_t rows, int64_t ti
     }
 }
 
-// All starts with rows of a size.
-void Starts::build(int64_t size) {
-    if (!cost(size)) return;
+// All starts with rows of a size and modes from `fastest` on; whether others are not worth it, since memory holds all
+// samples under their fastest modes, or some run under no other.
+bool Starts::build(int64_t size, size_t fastest) {
     std::vector<int32_t> every(positions_.size());
     std::iota(every.begin(), every.end(), 0);
     const int64_t count = std::max<int64_t>(1, rows_of(every, size) / problem_.replicas);
@@ -232,7 +241,8 @@ void Starts::build(int64_t size) {
     pressure_.assign(problem_.stages(), 0);
     std::vector<Upgrade> upgrades;
     for (size_t of_class = 0; of_class < classes_.size(); ++of_class) {
-        const std::vector<Option> hull = options(of_class);
+        const std::vector<Option> hull = options(of_class, fastest);
+        if (hull.empty()) return true;
         for (int32_t sample : classes_[of_class].members) mode_of_[sample] = hull[0].mode;
         pressure_of(of_class, hull[0].mode, count, classes_[of_class].members.size());
         for (size_t k = 1; k < hull.size(); ++k)
@@ -256,17 +266,19 @@ void Starts::build(int64_t size) {
             members = 0;
             ++done;
         }
-        if (std::pair{done, members} == before && level != kLevels[0]) continue;
+        if (std::pair{done, members} == before && (level != kLevels[0] || fastest > 0)) continue;
         for (int64_t width : kWidths) {
-            if (width > 1 && std::find(mode_of_.begin(), mode_of_.end(), problem_.modes.size() - 1) == mode_of_.end())
+            if (width > 1 && (fastest > 0 ||
+                              std::find(mode_of_.begin(), mode_of_.end(), problem_.modes.size() - 1) == mode_of_.end()))
                 break;
-            rows(size, width);
+            rows(size, width, fastest > 0 ? found_.without_fastest : found_.rows);
         }
     }
+    return done == upgrades.size() && *std::max_element(pressure_.begin(), pressure_.end()) < kPlenty * kScale;
 }
 
 // A start with the present modes.
-void Starts::rows(int64_t size, int64_t width) {
+void Starts::rows(int64_t size, int64_t width, std::vector<MicroBatches>& found) {
     const size_t modes = problem_.modes.size();
     std::vector<std::vector<int32_t>> samples(modes);
     for (size_t i = 0; i < mode_of_.size(); ++i) samples[mode_of_[i]].push_back(i);
@@ -291,7 +303,10 @@ void Starts::rows(int64_t size, int64_t width) {
     for (size_t mode = 0; mode < modes; ++mode)
         if (rows[mode] > 0 && !fill(mode, samples[mode], rows[mode], start)) return;
     sort_chains(start);
-    if (static_cast<int64_t>(start.size()) >= problem_.replicas) found_.push_back(std::move(start));
+    const bool known = std::any_of(found.begin(), found.end(), [&](const MicroBatches& other) {
+        return std::equal(start.begin(), start.end(), other.begin(), other.end(), are_alike);
+    });
+    if (!known && static_cast<int64_t>(start.size()) >= problem_.replicas) found.push_back(std::move(start));
 }
 
 // Puts the rows that hold pieces behind the others, in the order of the pieces.
@@ -364,7 +379,7 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
 
 }  // namespace
 
-std::vector<MicroBatches> packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker) {
+PackedStarts packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker) {
     return Starts(problem, costs, maker).all();
 }
 

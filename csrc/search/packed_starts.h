@@ -14,6 +14,12 @@
 namespace dynapipe {
 
 // Every start holds every sample once; those whose rows do not fit are left out.
-std::vector<MicroBatches> packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker);
+struct PackedStarts {
+    std::vector<MicroBatches> rows;
+    // Without the fastest of the modes, where their samples would fill most of the memory: other modes may then mix
+    // better.
+    std::vector<MicroBatches> without_fastest;
+};
+PackedStarts packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker);
 
 }  // namespace dynapipe

@@ -8,7 +8,6 @@
 #include "search/join_halves.h"
 #include "search/lighten.h"
 #include "search/local_search.h"
-#include "search/packed_starts.h"
 
 namespace dynapipe {
 namespace {
@@ -63,8 +62,7 @@ void Search::compete(std::vector<Solution>& solutions) {
 }
 
 // Nothing where every start is longer than `most`.
-Found Search::run(const std::vector<std::vector<Run>>& partitions, const std::vector<MicroBatches>& packed,
-                  int64_t most) {
+Found Search::run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most) {
     std::vector<Solution> solutions = starts(partitions, packed, kUnreachable, kFilledRows * problem_.pipeline.stages);
     if (solutions.empty() || solutions[0].slowest() > most) return {};
     if (by_default_) left_ = default_evaluations(problem_, solutions[0].rows());
@@ -255,7 +253,7 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 namespace {
 
 void make_packed_rows(const Problem& problem, CostCache& costs, StartingRows& rows) {
-    if (problem.may_pack && rows.packed.empty()) rows.packed = packed_starts(problem, costs, rows.maker);
+    if (problem.may_pack && rows.packed.rows.empty()) rows.packed = packed_starts(problem, costs, rows.maker);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "costs/costs.h"
 #include "costs/problem.h"
 #include "search/batches.h"
+#include "search/packed_starts.h"
 #include "search/solution.h"
 
 namespace dynapipe {
@@ -35,7 +36,7 @@ struct StartingRows {
 
     const std::vector<int64_t> order;
     BatchMaker maker;
-    std::vector<MicroBatches> packed;  // rows to start with
+    PackedStarts packed;
 };
 
 // Where a search starts.

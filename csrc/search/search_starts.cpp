@@ -51,12 +51,16 @@ void Search::start_padded(ReplicaState& replica) {
 void Search::start_packed(ReplicaState& replica) {
     Blocks large_first = chains_.blocks(replica.micro_batches);
     std::reverse(large_first.begin(), large_first.end());
-    // A deep and a shallow try tell which are far from the best, or do not fit.
+    // A deep and a shallow try tell which are far from the best, or do not fit; what they stall, 1F1B may run.
     const int64_t limit =
         replica.makespan < kUnreachable ? replica.makespan + replica.makespan / kStartMargin : kUnreachable;
     ReplicaState first{joined(hill(large_first)), policy(*std::rbegin(kExtras), Rule::kForwardFirst), limit};
     try_policies(first.micro_batches, {0}, {Rule::kBackwardFirst}, first);
-    if (first.makespan >= limit && evaluate(first, limit) >= kUnreachable) return;
+    if (first.makespan >= limit && evaluate(first, limit) >= kUnreachable) {
+        const int64_t before = replica.makespan;
+        try_policies(first.micro_batches, {0}, {Rule::kStrict}, replica);
+        if (replica.makespan >= before) return;
+    }
     try_policies(joined(hill(large_first)), kFewExtras, kFewRules, replica);
     if (static_cast<int64_t>(large_first.size()) * problem_.pipeline.chunks > kManyRows) return;
     Blocks modes_first = large_first;  // in the middle those that keep the least, where most are in flight
@@ -91,16 +95,17 @@ Solution Search::assigned(const MicroBatches& batches) {
 
 // Of those that are not much longer than `most`. Those of at most `filled` rows that are not are tried with fuller
 // stages.
-std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions,
-                                     const std::vector<MicroBatches>& packed, int64_t most, int64_t filled) {
+std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed,
+                                     int64_t most, int64_t filled) {
     std::vector<Solution> solutions;
     int64_t least = most;
-    bool few = false;  // the best has few rows, so each is tried with modes that fill every stage
+    bool ahead = false;  // a start has to be faster than the best so far
+    bool few = false;    // the best has few rows, so each is tried with modes that fill every stage
     const auto add = [&](const MicroBatches& batches, void (Search::*begin)(ReplicaState&)) {
         Solution solution = assigned(batches);
         const int64_t rows = (static_cast<int64_t>(batches.size()) - 1) / problem_.replicas + 1;
         const int64_t margin = rows <= kFewRows ? kStartMarginOfFew : kStartMargin;
-        const int64_t limit = least < kUnreachable ? least + least / margin : kUnreachable;
+        const int64_t limit = ahead || least >= kUnreachable ? least : least + least / margin;
         for (ReplicaState& replica : solution.replicas) {
             if (replica.micro_batches.empty()) return;  // fewer bundles than replicas
             replica.makespan = limit;
@@ -126,12 +131,15 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
         least = most;
         solutions.clear();
         for (const MicroBatches& batches : padded) add(batches, &Search::start_padded);
-        for (const MicroBatches& rows : packed) add(rows, &Search::start_packed);
+        for (const MicroBatches& rows : packed.rows) add(rows, &Search::start_packed);
+        ahead = true;
+        for (const MicroBatches& rows : packed.without_fastest) add(rows, &Search::start_packed);
+        ahead = false;
         if (few || (!solutions.empty() && by_objective(solutions)[0].rows() > kFewRows)) break;
     }
     if (solutions.empty() && most < kUnreachable) return solutions;
     if (solutions.empty())
-        for (const std::vector<MicroBatches>* of_layout : {&std::as_const(padded), &packed})
+        for (const std::vector<MicroBatches>* of_layout : {&std::as_const(padded), &packed.rows})
             for (const MicroBatches& batches : *of_layout)
                 add(lighter(problem_, maker_, batches), &Search::start_tight);
     if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::start_tight);

@@ -20,6 +20,7 @@ from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 
 from megatron_dynapipe.bridge import entry, recipe, relied_on
+from megatron_dynapipe.bridge.layers import changed
 from megatron_dynapipe.bridge.recipe import splits_of
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
@@ -109,7 +110,7 @@ class Certified:
             return single_rows(run.host.data, split), None, None
 
         try:
-            with entry.per_token(config), entry.changed(config, dataset=entry.PlannedDataset(datasets)):
+            with entry.per_token(config), changed(config, dataset=entry.PlannedDataset(datasets)):
                 yield
         finally:
             originals.revert()

@@ -10,6 +10,7 @@ from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from megatron_dynapipe.bridge import recipe, relied_on
 from megatron_dynapipe.bridge.hints import in_python
+from megatron_dynapipe.bridge.layers import AUTO, changed, chooses
 from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe, Recipe
 from megatron_dynapipe.core.errors import ConfigError
@@ -19,8 +20,6 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import find_address
-
-AUTO = "auto"
 
 Iterators = tuple[Any | None, Any | None, Any | None]
 _originals = Originals()
@@ -50,6 +49,7 @@ def planned(
     dataset: str | Path | None = None,
     costs: str | Path = AUTO,
     *,
+    layers: str = AUTO,
     calibrate_s: float = 0.0,
     long_samples: LongSamples | str = LongSamples.FAIL,
     memory_limit_mb: float | None = None,
@@ -68,6 +68,7 @@ def planned(
             are divided by the number of learned tokens (`calculate_per_token_loss`), and the recipe is as it was after.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
+        layers: "auto" chooses layers per stage and virtual stages, by plans; "recipe" keeps the recipe's.
         calibrate_s: seconds for which costs are measured instead, before the recipe's first run on such a machine.
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
         memory_limit_mb: memory of one device that plans may use; by default what the cluster's file or the device says.
@@ -80,19 +81,17 @@ def planned(
         report_folder: where logs, and samples of recipes, go.
 
     Raises:
-        ConfigError: the recipe asks for something that planned runs do not support, or a planned run is active.
+        ConfigError: planned runs do not support something in the recipe, or one is active.
         DataError: the dataset is missing, damaged, or of another tokenizer.
         UnsupportedMegatronError: this Megatron-Bridge lacks something that planned runs rely on.
     """
     relied_on.check()
     check_recipe(config)
-    folder = checked_dataset(config, dataset)
-    how = {"seconds": calibrate_s, "timeout_s": timeout_s, "report_folder": Path(report_folder)}
-    file = recipe.measured_costs(config, option="calibrate_s=", **how) if costs == AUTO else Path(costs)
     host = Recipe(
         config,
-        dataset=folder,
-        costs=file,
+        dataset=checked_dataset(config, dataset),
+        costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
+        chooses_layers=chooses(layers),
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
         cluster=cluster,
@@ -113,7 +112,9 @@ def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
     if _originals:
         raise ConfigError("expected no planned run to be active yet, got a second one")
     optimizer_patches.apply()
-    _originals.install([*relied_on.replacements(run.forward_backward, run.close), *relied_on.shared()])
+    _originals.install(
+        [*relied_on.replacements(run.forward_backward, run.before_model, run.close), *relied_on.shared()]
+    )
     try:
         with changed(config, dataset=PlannedDataset(run.datasets)), per_token(config):
             yield
@@ -127,16 +128,3 @@ def per_token(config: Any) -> Iterator[None]:
     """Have gradients be sums over learned tokens, divided once by their number."""
     with changed(of_model(config), calculate_per_token_loss=True), changed(config.ddp, average_in_collective=False):
         yield
-
-
-@contextlib.contextmanager
-def changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes for the length of a block."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

@@ -9,30 +9,31 @@ from typing import Any
 import msgspec
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_dynapipe import cpu
-from megatron_dynapipe.bridge.capabilities import capabilities
+from megatron_dynapipe.bridge.capabilities import FREE, capabilities
+from megatron_dynapipe.bridge.layers import AUTO, layers_of_recipe, pattern_of
 from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, LayerSplit, ModelShape, model_of_layers
+from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters, described
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import without_stages
-from megatron_dynapipe.costing.recipe import NAMES, measured_flags, recipe_flags
+from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry import calibration
+from megatron_dynapipe.integration.equip.halves import modules_held
 from megatron_dynapipe.integration.flags import machine
-from megatron_dynapipe.integration.models.config import StateBytes
-from megatron_dynapipe.integration.models.hybrid import STACKS
+from megatron_dynapipe.integration.models.config import StateBytes, expert_ranks
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
@@ -59,7 +60,8 @@ def plan_inputs(
 
     Args:
         config: the recipe, as Bridge has settled it.
-        models: this rank's chunks.
+        models: this rank's chunks. Before they are built there are none: plans then have the recipe's own layers, and
+            a model that lacks nothing.
         control: of all ranks.
         data: the dataset folder.
         iteration: the one with which training begins, or goes on.
@@ -92,6 +94,13 @@ def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     return msgspec.structs.replace(shape, adapters=adapters_of(config))
 
 
+def costs_file(config: Any, costs: str | Path, calibrate_s: float, **how: Any) -> Path | None:
+    """The cost model file that is named, or for "auto" that of measured costs; None where costs are computed."""
+    if costs != AUTO:
+        return Path(costs)
+    return measured_costs(config, option="calibrate_s=", seconds=calibrate_s, **how)
+
+
 def measured_costs(config: Any, **how: Any) -> Path | None:
     """The cost model file of a recipe's layers, its adapters in place; `how` is the rest for `calibration.measured`.
 
@@ -100,8 +109,9 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
     if not how["seconds"]:
         return None
     device = machine.processor_and_cores() if cpu.is_enabled() else torch.cuda.get_device_name()
-    flags = str(measured_flags(config.to_dict()))
-    causes = {"flags": flags, "adapters": described(adapters_of(config)), "device": device}
+    saved = config.to_dict()
+    causes = {name: str(saved.get(name)) for name in ("model", "mixed_precision")}
+    causes |= {"adapters": described(adapters_of(config)), "device": device}
     modes = recompute_modes(config)
     shared = of_model(config).tensor_model_parallel_size
     with tempfile.TemporaryDirectory() as folder:
@@ -117,17 +127,10 @@ def adapters_of(config: Any) -> Adapters | None:
     return Adapters.of_recipe({"_target_": f".{type(config.peft).__name__}", **vars(config.peft)})
 
 
-def pattern_of(config: Any) -> str:
-    """The modules of a Hybrid recipe's model, without stages; empty for a GPT."""
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in names)
-    return without_stages(next(filter(None, patterns), ""))
-
-
-def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> LayerSplit:
-    """Layers of every virtual stage in model order, counted in the models of all ranks."""
+def modules_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> ModuleSplit:
+    """Attentions and MLPs of every virtual stage in model order, counted in the models of all ranks."""
     place = parallel_state.get_pipeline_model_parallel_rank()
-    counts = [sum(len(stack.layers) for stack in model.modules() if isinstance(stack, STACKS)) for model in models]
+    counts = [modules_held(model) for model in models]
     rows = {int(row[0]): row[1:].tolist() for row in control.gather(torch.tensor([place, *counts]))}
     return tuple(int(rows[stage][chunk]) for chunk in range(len(models)) for stage in sorted(rows))
 
@@ -135,10 +138,13 @@ def layers_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> Laye
 def state_bytes(config: Any) -> StateBytes:
     """Bytes of a trained parameter's copies."""
     parameter = of_model(config).params_dtype.itemsize
+    shards = config.data_parallel_size if config.ddp.use_distributed_optimizer else 1
+    tensor = of_model(config).tensor_model_parallel_size
     return StateBytes(
         gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
         optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
-        optimizer_shards=config.data_parallel_size if config.ddp.use_distributed_optimizer else 1,
+        optimizer_shards=shards,
+        expert_shards=max(shards * tensor // expert_ranks(of_model(config)), 1),
     )
 
 
@@ -173,28 +179,35 @@ def _planner(
 ) -> PlannerSettings:
     """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
-    is_hybrid = any(isinstance(chunk, HybridModel) for chunk in unwrap_model(list(models)))
-    layer_split = layers_per_stage(models, control)
+    in_step = expert_ranks(model) // model.tensor_model_parallel_size
+    pattern = without_stages(pattern_of(config))
     stacks = model_of_layers(
         ModelFamily.GPT,
-        int(sum(layer_split)),
+        len(pattern) or model.num_layers,
         expert_layers=shape.experts.layers if shape.experts else (),
-        pattern=pattern_of(config) if is_hybrid else "",
+        pattern=pattern,
     )
+    if models:
+        modules = modules_per_stage(models, control)
+        of_model_built = capabilities(models, control) | {"model_state_bytes": _model_state(config, models, control)}
+    else:
+        modules = stacks.modules_of(layers_of_recipe(config))
+        of_model_built = FREE
     return PlannerSettings(
         model=stacks,
         hidden_size=model.hidden_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
+        expert_parallel=in_step,
+        replicas_in_step=in_step,
         tensor_parallel=model.tensor_model_parallel_size,
         pipeline_parallel=model.pipeline_model_parallel_size,
-        chunks=len(models),
-        modules_per_stage=stacks.modules_of(layer_split),
+        chunks=len(modules) // model.pipeline_model_parallel_size,
+        modules_per_stage=modules,
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        **capabilities(models, control),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
-        model_state_bytes=_model_state(config, models, control),
+        **of_model_built,
         **of_machine,
     )
 

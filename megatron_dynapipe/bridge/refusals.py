@@ -11,6 +11,9 @@ from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 
 _DIFFERENT_COUNTS = "replicas run different numbers of micro-batches"
 _SHAPES = "micro-batches have shapes of their own"
+_BALANCED = ("none", "aux_loss", "seq_aux_loss")
+"""What balances experts by sums over positions or samples, or by the iteration before."""
+_NOISE = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
 _MODELS = ("GPTModelProvider", "HybridModelProvider", "GPTModelConfig", "HybridModelConfig")
 """Classes of Bridge whose models plans can run, by name: to import them is to import all of Bridge."""
 
@@ -35,13 +38,24 @@ def _has_graphs(config: Any) -> bool:
     return implementation != "none" or bool(getattr(model, "enable_cuda_graph", False))
 
 
-def _balances(config: Any) -> bool:
-    """Whether routers of experts are trained, or biased, by what a whole micro-batch holds."""
-    model = of_model(config)
-    kinds = getattr(model, "moe_router_load_balancing_type", "none")
-    by_loss = kinds not in ("none", ["none"]) and bool(getattr(model, "moe_aux_loss_coeff", 0))
-    terms = getattr(model, "moe_z_loss_coeff", None) or getattr(model, "moe_router_enable_expert_bias", False)
-    return bool(getattr(model, "num_moe_experts", None)) and bool(by_loss or terms)
+def _of_experts(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """Reads an attribute of the transformer of a recipe with experts; the default of one without."""
+    return lambda config: getattr(of_model(config), name, default) if _has_experts(config) else default
+
+
+def _has_experts(config: Any) -> bool:
+    return bool(getattr(of_model(config), "num_moe_experts", None))
+
+
+def _balances_by_micro_batch(config: Any) -> bool:
+    """Whether routers are balanced by what a whole micro-batch, or several, hold."""
+    kinds = _of_experts("moe_router_load_balancing_type", "none")(config)
+    return not {*(kinds.split() if isinstance(kinds, str) else kinds)} <= {*_BALANCED}
+
+
+def _overlaps_exchanges(config: Any) -> bool:
+    places = (of_model(config), getattr(config, "comm_overlap", None))
+    return any(getattr(place, "overlap_moe_expert_parallel_comm", False) for place in places)
 
 
 _REFUSED: tuple[tuple[Callable[[Any], object], str, str], ...] = (
@@ -92,14 +106,29 @@ _REFUSED: tuple[tuple[Callable[[Any], object], str, str], ...] = (
         "train.rampup_batch_size = None",
     ),
     (
-        lambda config: getattr(of_model(config), "expert_model_parallel_size", 1) > 1,
-        "expert parallelism: its ranks must run equally many micro-batches, which is tested with our own models alone",
-        "model.expert_model_parallel_size = 1, or train it by pretrain_gpt_multitask.py",
+        _balances_by_micro_batch,
+        f"balancing of experts by anything but {', '.join(_BALANCED)}: gradients would depend on the plan",
+        'model.moe_router_load_balancing_type = "seq_aux_loss"',
     ),
     (
-        _balances,
-        f"losses or biases that balance experts: they depend on what else is in a micro-batch, and {_SHAPES}",
-        'model.moe_router_load_balancing_type = "none" and no z loss or expert bias',
+        _of_experts("moe_expert_capacity_factor"),
+        "a capacity of experts: which tokens are dropped would depend on the plan",
+        "model.moe_expert_capacity_factor = None",
+    ),
+    (
+        lambda config: any(_of_experts(name)(config) for name in _NOISE),
+        f"{', '.join(_NOISE)}: noise is drawn by micro-batch",
+        "model.moe_input_jitter_eps = None and model.moe_router_force_load_balancing = False",
+    ),
+    (
+        lambda config: _of_experts("moe_token_dispatcher_type")(config) == "flex",
+        f"flex dispatchers: their buffers are made once, and {_SHAPES}",
+        'model.moe_token_dispatcher_type = "alltoall"',
+    ),
+    (
+        lambda config: _of_experts("moe_shared_expert_overlap")(config) or _overlaps_exchanges(config),
+        "shared experts, or exchanges of tokens, that overlap with other work: they run alongside what plans order",
+        "model.moe_shared_expert_overlap = False and comm_overlap.overlap_moe_expert_parallel_comm = False",
     ),
     (
         lambda config: config.logger.timing_log_level >= 2 and of_model(config).pipeline_model_parallel_size > 1,

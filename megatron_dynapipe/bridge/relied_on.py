@@ -27,6 +27,8 @@ NAMES: tuple[Name, ...] = (
     (f"{_TRAINING}.gpt_step", "get_batch_from_iterator", ("data_iterator", "include_full_batch_fields")),
     ("megatron.bridge.data.base", "DatasetProvider.build_datasets", ("context",)),
     ("megatron.bridge.data.utils", "get_dataset_provider", ("dataset_config",)),
+    ("megatron.bridge.data.loaders", "get_train_valid_test_num_samples", ("cfg",)),
+    ("megatron.bridge.training.tokenizers.tokenizer", "build_tokenizer", ("config",)),
     ("megatron.bridge.data.datasets.gpt_sft", "GPTSFTDataset.collate_fn", ("batch",)),
     *adapters.NAMES,
     (f"{_TRAINING}.config", "ConfigContainer.to_dict", ()),
@@ -42,6 +44,7 @@ CALLS: tuple[Call, ...] = (
     (f"{_TRAINING}.train", "train", "current_iteration"),
     (f"{_TRAINING}.train", "train", "train_step"),
     (f"{_TRAINING}.eval", "evaluate", "get_forward_backward_func"),
+    (f"{_TRAINING}.setup", "setup", "_build_distributed_model"),
     (f"{_TRAINING}.setup", "setup", "setup_data_iterators"),
 )
 """How Bridge's loop comes to a schedule function and to iterators, and where it says the iteration."""
@@ -52,8 +55,10 @@ _SHARED = ("compile_helpers", "get_write_results_queue", "async_loop")
 """Replacements in megatron-core that a run in Bridge's loop needs as one in Megatron's does."""
 
 
-def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tuple[Replacement, ...]:
-    """The replacements while a run trains, of a schedule function and of what closes it."""
+def replacements(
+    schedule: Callable[..., Any], before_model: Callable[[Any], None], close: Callable[[], None]
+) -> tuple[Replacement, ...]:
+    """The replacements while a run trains: of a schedule function, what comes before the model, and what closes it."""
 
     def planning(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
@@ -61,6 +66,14 @@ def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tup
             return schedule
 
         return get_forward_backward_func
+
+    def laying_out(build: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build)
+        def build_distributed_model(config: Any, pg_collection: Any) -> Any:
+            before_model(pg_collection)
+            return build(config, pg_collection)
+
+        return build_distributed_model
 
     def closing(destroy: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(destroy)
@@ -78,6 +91,13 @@ def replacements(schedule: Callable[..., Any], close: Callable[[], None]) -> tup
             parameters=(),
             everywhere=True,
             why="the factory by which train and evaluate pick a schedule function",
+        ),
+        Replacement(
+            owner=f"{_TRAINING}.setup",
+            name="_build_distributed_model",
+            make=laying_out,
+            parameters=("cfg", "pg_collection"),
+            why="builds the model of a settled recipe, whose layers are laid out before",
         ),
         Replacement(
             owner=f"{_TRAINING}.pretrain",

@@ -5,6 +5,7 @@ told where training goes on, and the recipe is settled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch import nn
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
+from megatron_dynapipe.bridge.layers import choose, compared, kept_config, laid_out, layers_of_checkpoint
 from megatron_dynapipe.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
@@ -47,12 +50,17 @@ class Recipe(Host):
         config: the recipe, which still describes its own samples; Bridge settles it when training starts.
         dataset: a dataset folder; None for the recipe's own samples.
         costs: a cost model file; None computes costs.
+        chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
+
+    Attributes:
+        gain: how plans are predicted beside packed rows, on the first rank; empty before the start.
     """
 
     loss_on: LossOn | None = None
+    gain = ""
 
     def __init__(
         self,
@@ -60,6 +68,7 @@ class Recipe(Host):
         *,
         dataset: Path | None,
         costs: Path | None,
+        chooses_layers: bool,
         long_samples: LongSamples,
         memory_limit_bytes: int | None,
         cluster: str,
@@ -81,6 +90,7 @@ class Recipe(Host):
             cluster=cluster,
         )
         self._data = dataset
+        self._chooses_layers = chooses_layers
         self.sources = self
         self.long_samples = long_samples
         self.store = store
@@ -111,6 +121,33 @@ class Recipe(Host):
         if self._data is None:
             self._data = self._exported(context)
 
+    def layout(self, pg_collection: Any) -> AbstractContextManager[None]:
+        """A block in which Bridge builds the model in the layers and virtual stages that are predicted fastest.
+
+        Called when Bridge has settled the recipe and is about to build its model.
+        """
+        config = self._config
+        if not self._chooses_layers or of_model(config).pipeline_model_parallel_size == 1:
+            return nullcontext()
+        self.read_samples(samples.context_of(config, pg_collection))
+        control = ControlGroup(timeout_s=self.timeout_s)
+        inputs = self._inputs_of([], control, data=self.data, iteration=0)
+        own = inputs.planner.layout.layers_per_stage
+        if file := control.broadcast_text(kept_config(config)):
+            split = layers_of_checkpoint(config, file) or own
+        else:
+            text = control.broadcast_text(control.run_on_all(partial(self._chosen, inputs, control)))
+            split = parse_layer_split(text, expected="numbers of layers")
+        return nullcontext() if split == own else laid_out(config, inputs.planner, split)
+
+    def _chosen(self, inputs: PlanInputs, control: ControlGroup) -> str:
+        """On rank 0, the layers of every virtual stage."""
+        if control.rank:
+            return ""
+        split, said = choose(self._config, inputs)
+        say(said)
+        return ",".join(map(str, split))
+
     def inputs(self, control: ControlGroup, models: Sequence[nn.Module], *, evaluates: bool) -> PlanInputs:
         """By the recipe as Bridge has settled it, and by the model that it has built."""
         config = self._config
@@ -140,6 +177,9 @@ class Recipe(Host):
             for split in inputs.splits:
                 for line in long_samples(split_sampler(self.data, split), self.data, split):
                     say(f"{split.name}: {line}")
+            self.gain = compared(inputs, self._config.model.seq_length)
+            if self.gain:
+                say(self.gain)
         ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
         return {
             "model": f"{_kinds(models)} of Megatron-Bridge, {planner.layout.model.layers} layers",
@@ -197,6 +237,10 @@ class PlannedRecipe(Run):
     host: Recipe
     _is_closed = False
 
+    def before_model(self, pg_collection: Any) -> None:
+        """Lay the model out that Bridge builds next, until the run is closed."""
+        self._resources.enter_context(self.host.layout(pg_collection))
+
     def datasets(self, context: Any) -> tuple[Items, Items | None, Items | None]:
         """The iterators of the three splits, for Bridge, which asks for them once its process groups exist.
 
@@ -211,4 +255,6 @@ class PlannedRecipe(Run):
         if not self._is_closed:
             self._is_closed = True
             self.print_report()
+            if self.host.gain:
+                say(self.host.gain)
             self.__exit__(None, None, None)

@@ -44,6 +44,16 @@ def _samples(dataset: Any | None) -> Iterator[Sample | None]:
     yield from (sample_of(dataset, index) for index in range(0 if dataset is None else len(dataset)))
 
 
+def context_of(config: Any, pg_collection: Any) -> Any:
+    """What Bridge will say when it asks for a settled recipe's datasets."""
+    from megatron.bridge.data.base import DatasetBuildContext
+    from megatron.bridge.data.loaders import get_train_valid_test_num_samples
+    from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
+
+    counts = get_train_valid_test_num_samples(config)
+    return DatasetBuildContext(*counts, tokenizer=build_tokenizer(config.tokenizer), pg_collection=pg_collection)
+
+
 def digest(dataset: Any, tokenizer: Any, counts: Sequence[int]) -> str:
     """What samples depend on, as a name: what the recipe says of them and its tokenizer, and how many it asks for."""
     text = json.dumps(

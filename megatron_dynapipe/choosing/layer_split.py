@@ -8,7 +8,7 @@ be divided between its attention and its MLP where the costs of both are known.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice, pairwise, permutations
 
@@ -44,7 +44,10 @@ EVALUATIONS = 100
 a search begins with, and a short one says little."""
 
 TRIALS = 16
-"""Splits planned at most, of whole layers, of halves, and of each number of chunks."""
+"""Splits planned at most, each time that some are improved."""
+
+BEHIND = 0.03
+"""A number of chunks whose first splits are further behind the best is not improved."""
 
 RESCHEDULED = 32
 """Neighbours of a split that are scheduled: those of the least bounds."""
@@ -73,6 +76,7 @@ def choose_layer_split(
     to_fit: Sequence[GlobalBatch] = (),
     halves: bool = True,
     chunks: Sequence[int] = (),
+    trials: int = TRIALS,
 ) -> LayerSplit:
     """The layers per virtual stage under which the batches are predicted to run fastest.
 
@@ -86,32 +90,35 @@ def choose_layer_split(
         to_fit: more lengths that may come; they have no weight, but must go on fitting.
         halves: whether a layer may be divided between its attention and its MLP, where their costs are known.
         chunks: more numbers of virtual stages per rank to choose among; the split's length says which was chosen.
+        trials: splits planned at most, each time that some are improved: whole layers, halves, each number of chunks.
 
     Raises:
         PlanningError: none of the batches can be planned under the splits that were tried.
     """
     model = settings.model
-    trials = _Trials(settings, cost_model, batches, to_fit)
+    tried = _Trials(settings, cost_model, batches, to_fit, trials)
     start = settings.layout.modules_per_stage
-    trials.require(start)
-    evened = trials.by_work(len(start), (LAYER,))
-    for split in () if trials.required else evened:  # Model state alone is too much where the search begins.
-        trials.require(split)
-    trials.choose_batches([start, *evened])
-    best = trials.improved([start, *evened], (LAYER,))
-    steps = (1, LAYER) if halves and trials.know_modules else (LAYER,)
-    # From the best of whole layers, so that halves are never behind it.
-    best = trials.improved([best, *trials.by_work(len(start), steps)], steps)
+    tried.require(start)
+    evened = tried.by_work(len(start), (LAYER,))
+    for split in () if tried.required else evened:  # Model state alone is too much where the search begins.
+        tried.require(split)
+    tried.choose_batches([start, *evened])
+    steps = (1, LAYER) if halves and tried.know_modules else (LAYER,)
+    begins = {len(start): [start, *evened]}
     for count in chunks if settings.pipeline_parallel > 1 else ():
+        stages = settings.pipeline_parallel * count
         try:
-            even = model.modules_of(
-                even_layer_split(model.layers, settings.pipeline_parallel * count, halves=1 in steps)
-            )
+            even = model.modules_of(even_layer_split(model.layers, stages, halves=1 in steps))
         except ConfigError:  # fewer modules than virtual stages
             continue
-        more = trials.improved([even, *trials.by_work(len(even), steps)], steps)
+        begins[stages] = [even, *tried.by_work(stages, steps)]
+    best = start
+    for stages in tried.promising(begins):
+        more = tried.improved(begins[stages], (LAYER,) if stages == len(start) else steps)
+        if stages == len(start):  # From the best of whole layers, so that halves are never behind it.
+            more = tried.improved([more, *tried.by_work(stages, steps)], steps)
         least_gain = LEAST_GAIN * (len(more) > len(best))
-        if trials.fits(more) and trials.predicted_ns(more) < trials.predicted_ns(best) * (1 - least_gain):
+        if tried.fits(more) and tried.predicted_ns(more) < tried.predicted_ns(best) * (1 - least_gain):
             best = more
     return model.layers_of(best)
 
@@ -138,9 +145,11 @@ class _Trials:
         cost_model: CostModel,
         batches: Sequence[GlobalBatch],
         to_fit: Sequence[GlobalBatch],
+        most: int,
     ) -> None:
         self.results: dict[ModuleSplit, tuple[int, list[IterationPlan]]] = {}
         self._settings = settings
+        self._most = most
         self._model = settings.model
         self._tables = tables_of(settings, cost_model)
         self._costs_digest = cost_model.digest
@@ -206,12 +215,22 @@ class _Trials:
                 splits.append(tuple(end - first for first, end in pairwise([0, *ends])))
         return splits
 
+    def promising(self, begins: Mapping[int, Sequence[ModuleSplit]]) -> list[int]:
+        """Numbers of virtual stages whose first splits are planned to be at most `BEHIND` slower than the best."""
+        if len(begins) == 1:
+            return [*begins]
+        least = {
+            stages: min((self.predicted_ns(split) for split in splits if self.fits(split)), default=UNPLANNED)
+            for stages, splits in begins.items()
+        }
+        return [stages for stages, ns in least.items() if ns <= min(least.values()) * (1 + BEHIND)]
+
     def improved(self, splits: Sequence[ModuleSplit], steps: Sequence[int]) -> ModuleSplit:
         """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned.
 
         The first of those given where what must fit fits none of them.
         """
-        last = len(self.results) + TRIALS
+        last = len(self.results) + self._most
         # Those that were not planned are scheduled with the micro-batches of another number of chunks.
         led_to = [self._descended(split, steps) for split in splits if split not in self.results]
         best = min(filter(self.fits, [*splits, *led_to]), key=self.predicted_ns, default=None)
@@ -235,7 +254,12 @@ class _Trials:
         return best
 
     def _nearest(self, split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]:
-        return sorted(_neighbours(split, steps), key=self._bound_ns)[:RESCHEDULED]
+        neighbours = _neighbours(split, steps)
+        if not neighbours:
+            return []
+        of_batches = [[self._rescheduler.bounds_ns(its, neighbours) for its in replicas] for replicas in self._known]
+        bounds = np.sum([np.max(of_replicas, axis=0) for of_replicas in of_batches], axis=0)
+        return [neighbours[at] for at in np.argsort(bounds, kind="stable")[:RESCHEDULED]]
 
     def _descended(self, split: ModuleSplit, steps: Iterable[int]) -> ModuleSplit:
         """Where moves lead that each make the known micro-batches faster."""
@@ -263,9 +287,6 @@ class _Trials:
             times = [[self._rescheduler.makespan_ns(its, split) for its in replicas] for replicas in self._known]
             self._scheduled[split] = sum(map(max, times))
         return self._scheduled[split]
-
-    def _bound_ns(self, split: ModuleSplit) -> int:
-        return sum(max(self._rescheduler.bound_ns(its, split) for its in replicas) for replicas in self._known)
 
     def _alone(self) -> ModuleCosts:
         """Every sample as a micro-batch of its own, where there are no plans."""

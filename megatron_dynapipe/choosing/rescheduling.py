@@ -90,14 +90,21 @@ class Rescheduler:
         by_module[:, -2:, times] = np.rint(last).astype(np.int64)
         return ModuleCosts(values=by_module, positions=positions)
 
-    def bound_ns(self, micro_batches: ModuleCosts, split: ModuleSplit) -> int:
-        """Work of the busiest stage, and the longest warm-up and drain around it, memory left aside."""
-        layout, values = self._layout(split), micro_batches.values
-        times = np.cumsum(values[:, :, Quantity.FORWARD] + values[:, :, Quantity.BACKWARD], axis=1)
-        ends = np.diff(times[:, [*(layout.cuts - 1), -1]], axis=1, prepend=0)
-        by_stage = ends.reshape(len(values), layout.chunks, layout.stages).sum(axis=1)
-        around = (by_stage.sum(axis=1) - by_stage.max(axis=1)).max(initial=0)
-        return int(by_stage.sum(axis=0).max(initial=0) + around)
+    def bounds_ns(self, micro_batches: ModuleCosts, splits: Sequence[ModuleSplit]) -> IntArray:
+        """Of splits over as many stages: work of the busiest one, and the longest warm-up and drain around it.
+
+        Memory is left aside.
+        """
+        stages = self.settings.pipeline_parallel
+        values = micro_batches.values
+        both = values[:, :, Quantity.FORWARD] + values[:, :, Quantity.BACKWARD]
+        times = np.pad(np.cumsum(both, axis=1), ((0, 0), (1, 0)))
+        ends = np.cumsum(splits, axis=1)
+        ends[:, -1] = both.shape[1]  # with the head
+        by_virtual_stage = np.diff(times[:, ends], axis=2, prepend=0)
+        by_stage = by_virtual_stage.reshape(len(values), len(splits), -1, stages).sum(axis=2)
+        around = (by_stage.sum(axis=2) - by_stage.max(axis=2)).max(axis=0, initial=0)
+        return np.asarray(by_stage.sum(axis=0).max(axis=1, initial=0) + around)
 
     def _layout(self, split: ModuleSplit) -> PipelineLayout:
         chunks = len(split) // self.settings.pipeline_parallel

@@ -2,14 +2,13 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from megatron_dynapipe.cli.batches import NamedBatch, dataset_batches, read_batches
-from megatron_dynapipe.cli.model_config import trains_in_bridge
-from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.integration.flags.planning_flags import positive
+from megatron_dynapipe.tools.rivals.methods import Longest
 
 BATCHES = 8
 SAMPLES = 64
@@ -46,8 +45,6 @@ def given_batches(args: argparse.Namespace) -> list[NamedBatch]:
     """
     if not hasattr(args, "batches_read"):
         args.batches_read = _read(args)
-        if trains_in_bridge(args):  # whose heads run all positions
-            args.batches_read = [msgspec.structs.replace(batch, labels=None) for batch in args.batches_read]
     batches: list[NamedBatch] = args.batches_read
     return batches
 
@@ -77,6 +74,12 @@ def _read(args: argparse.Namespace) -> list[NamedBatch]:
     )
 
 
+def labelled(args: argparse.Namespace, batches: Sequence[NamedBatch]) -> list[NamedBatch]:
+    """The same batches of --data with the positions that count where targets alone do."""
+    other = argparse.Namespace(**vars(args) | {"loss": "targets", "limit": len(batches)})
+    return _read(other)
+
+
 def _maximum_lengths(args: argparse.Namespace) -> tuple[int | None, int | None]:
     """To which a dataset's inputs and targets are truncated: as the flags say, else the run file."""
     flags = args.max_seq_len, args.max_target_len or args.max_seq_len
@@ -91,3 +94,24 @@ def _maximum_lengths(args: argparse.Namespace) -> tuple[int | None, int | None]:
 def chosen_batches(args: argparse.Namespace) -> list[NamedBatch]:
     """The batches to plan; raises as `given_batches`."""
     return given_batches(args)[: args.limit]
+
+
+def longest_rows(args: argparse.Namespace, batch: NamedBatch, batches: Sequence[NamedBatch]) -> Longest:
+    """The lengths of padded and packed rows: the batch's maximum length, else the longest sample of all batches.
+
+    Raises:
+        DataError: the file gives a maximum length that a sample exceeds.
+    """
+    if batch.max_seq_len is None:
+        inputs = args.max_seq_len or max(max(other.input, default=1) for other in batches)
+        targets = args.max_target_len or args.max_seq_len or max(max(other.target or [0]) for other in batches)
+    else:
+        inputs = batch.max_seq_len
+        targets = batch.max_target_len or batch.max_seq_len
+        for name, most, lengths in (("max_seq_len", inputs, batch.input), ("max_target_len", targets, batch.target)):
+            if (longest := max(lengths or [0])) > most:
+                raise DataError(
+                    f"batch {batch.id}: expected samples of up to {name} = {most} tokens, got one of {longest}",
+                    hint="correct the batches file, or truncate with --max-seq-len and --max-target-len",
+                )
+    return Longest.of_tokens(args.model, inputs, targets if args.model.is_encoder_decoder else 0)

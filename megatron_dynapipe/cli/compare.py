@@ -1,25 +1,34 @@
 """`compare`: the same lengths under dynapipe and other ways to make micro-batches, as predicted (docs/comparing.md)."""
 
 import argparse
+import contextlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import geometric_mean
 from typing import Any
 
 import msgspec
 
+from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli import print_json, say, with_progress
-from megatron_dynapipe.cli.batch_arguments import chosen_batches
+from megatron_dynapipe.cli.batch_arguments import chosen_batches, longest_rows
 from megatron_dynapipe.cli.batches import NamedBatch
 from megatron_dynapipe.cli.planning_arguments import (
     add_planning_arguments,
     cluster_line,
-    costs_and_settings,
+    complete_model,
+    computes_costs,
+    costs_and_rates,
     describe_cluster,
+    planner_settings,
 )
 from megatron_dynapipe.core.errors import DataError, PlanningError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel
-from megatron_dynapipe.tools.rivals.methods import METHODS, Longest, predict_fastest
+from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
+from megatron_dynapipe.tools.rivals.methods import METHODS, TRAINERS, Longest, predict_fastest
+from megatron_dynapipe.tools.rivals.pipelines import CHUNKS, by_hand
+from megatron_dynapipe.tools.tuning.evaluate import TRIALS
 
 FORMAT = "dynapipe-compare/1"
 _TABLE = "  {:20}{:>10}  {:>10}  {:>11}  {:>5}  {:>13}  {:>15}"
@@ -29,20 +38,32 @@ _COLUMNS = ("method", "time, ms", "tokens/s", "memory, MB", "idle", "micro-batch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_planning_arguments(parser)
+    parser.set_defaults(usual_split=AUTO, trials=TRIALS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict every batch under every method; 1 if there is a plan for none of them."""
-    cost_model, settings = costs_and_settings(args)
+    complete_model(args)
+    if args.sequence_parallel is None:
+        args.sequence_parallel = computes_costs(args)
+    cost_model, _ = costs_and_rates(args)
+    base = planner_settings(args, cost_model, choose=False)
     batches = chosen_batches(args)
-    described = describe_cluster(args, settings)
     entries: list[dict[str, Any]] = []
-    for batch in with_progress(batches, unit="batches"):
-        longest = longest_rows(args, batch, batches)
-        methods = {method: _predict(method, batch, longest, settings, cost_model) for method in METHODS}
-        entries.append({"id": batch.id, "methods": methods})
-        if not args.json:
-            say(_table(batch.id, methods))
+    with ThreadPoolExecutor(1) as beside:  # both plan in native code, which leaves the interpreter to others
+        rivals = [beside.submit(_rivals, args, base, cost_model, batch, batches) for batch in batches]
+        settings = _planned(args, base, cost_model, batches[0])
+        for batch, of_rivals in with_progress([*zip(batches, rivals, strict=True)], unit="batches"):
+            longest = longest_rows(args, batch, batches)
+            theirs = of_rivals.result()
+            methods = {
+                name: theirs[name] if name in theirs else _predict(name, batch, longest, [settings], cost_model)
+                for name in METHODS
+            }
+            entries.append({"id": batch.id, "methods": methods})
+            if not args.json:
+                say(_table(batch.id, methods))
+    described = describe_cluster(args, settings)
     over = geometric_means(entries)
     if args.json:
         report = {"format": FORMAT, "cluster": described, "methods": over, "batches": entries}
@@ -56,33 +77,46 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned else 1
 
 
-def longest_rows(args: argparse.Namespace, batch: NamedBatch, batches: list[NamedBatch]) -> Longest:
-    """The lengths of padded and packed rows: the batch's maximum length, else the longest sample of all batches.
+def _planned(
+    args: argparse.Namespace, base: PlannerSettings, cost_model: CostModel, first: NamedBatch
+) -> PlannerSettings:
+    """The planner's settings, layers and virtual stages chosen where nobody names them."""
+    if args.layers_per_stage == EQUAL and args.virtual_stages == AUTO:
+        batch = first.global_batch(0)
+        found = {}
+        for pipeline in by_hand(base, cost_model, batch, equal=True):
+            with contextlib.suppress(PlanningError, DataError):
+                found[pipeline] = planner_of(pipeline, cost_model).plan(batch, 0).totals.predicted_ns
+        return min(found, key=found.__getitem__, default=base)
+    try:
+        return planner_settings(args, cost_model)
+    except PlanningError:  # of all batches, which every method's row says
+        return base
 
-    Raises:
-        DataError: the file gives a maximum length that a sample exceeds.
-    """
-    if batch.max_seq_len is None:
-        inputs = args.max_seq_len or max(max(other.input, default=1) for other in batches)
-        targets = args.max_target_len or args.max_seq_len or max(max(other.target or [0]) for other in batches)
-    else:
-        inputs = batch.max_seq_len
-        targets = batch.max_target_len or batch.max_seq_len
-        for name, most, lengths in (("max_seq_len", inputs, batch.input), ("max_target_len", targets, batch.target)):
-            if (longest := max(lengths or [0])) > most:
-                raise DataError(
-                    f"batch {batch.id}: expected samples of up to {name} = {most} tokens, got one of {longest}",
-                    hint="correct the batches file, or truncate with --max-seq-len and --max-target-len",
-                )
-    return Longest.of_tokens(args.model, inputs, targets if args.model.is_encoder_decoder else 0)
+
+def _rivals(
+    args: argparse.Namespace,
+    base: PlannerSettings,
+    cost_model: CostModel,
+    batch: NamedBatch,
+    batches: Sequence[NamedBatch],
+) -> dict[str, dict[str, Any]]:
+    """Other trainers' rows, in the fastest of the pipelines that the arguments leave open: what is named is fixed."""
+    pipelines = [base]
+    if isinstance(args.layers_per_stage, str):
+        chunks = CHUNKS if args.virtual_stages == AUTO else (args.virtual_stages,)
+        is_equal = args.layers_per_stage == EQUAL
+        pipelines = [*by_hand(base, cost_model, batch.global_batch(0), chunks=chunks, equal=is_equal)]
+    longest = longest_rows(args, batch, batches)
+    return {name: _predict(name, batch, longest, pipelines, cost_model) for name in TRAINERS}
 
 
 def _predict(
-    method: str, batch: NamedBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+    method: str, batch: NamedBatch, longest: Longest, pipelines: Sequence[PlannerSettings], cost_model: CostModel
 ) -> dict[str, Any]:
     """One method's prediction: its error, or its time, memory, padding and micro-batches."""
     try:
-        prediction = predict_fastest(method, batch.global_batch(0), longest, settings, cost_model)
+        prediction = predict_fastest(method, batch.global_batch(0), longest, pipelines, cost_model)
     except (PlanningError, DataError) as error:
         return {"error": error.message}
     return {"error": None, **msgspec.structs.asdict(prediction)}

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print it; 1 if something that is installed cannot work."""
-    print("checking; importing torch takes a few seconds", file=sys.stderr)
+    print("checking; importing PyTorch and Megatron takes some ten seconds", file=sys.stderr)
     checks = run_checks(args.store_url_file)
     failed = {name for name, check in checks.items() if check.status == "fail"}
     absent = {name for name, check in checks.items() if check.status == "absent"}

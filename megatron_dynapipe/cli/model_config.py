@@ -27,8 +27,8 @@ from megatron_dynapipe.integration.flags.planning_flags import positive
 RUN_FILES = (".yaml", ".yml")
 
 _NOT_MODELLED = (
-    *("multi-latent-attention", "mtp-num-layers", "window-size", "experimental-attention-variant", "is-hybrid-model"),
-    *("heterogeneous-layers-config-path", "moe-latent-size", "moe-shared-expert-gate", "fp8-format", "fp4-format"),
+    *("mtp-num-layers", "experimental-attention-variant", "is-hybrid-model", "moe-latent-size", "fp8-format"),
+    *("heterogeneous-layers-config-path", "fp4-format"),
     *("context-parallel-size", "expert-tensor-parallel-size", "fp32-residual-connection"),
 )
 """Flags of layers that computed costs do not know."""
@@ -37,7 +37,8 @@ _SIZES = (
     *("hidden-size", "num-layers", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-query-groups"),
     *("padded-vocab-size", "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "seq-length"),
     *("relative-attention-num-buckets", "num-experts", "moe-router-topk", "moe-ffn-hidden-size"),
-    "moe-shared-expert-intermediate-size",
+    *("moe-shared-expert-intermediate-size", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim"),
+    "v-head-dim",
 )
 FLAGS: Mapping[str, str] = {
     "num_attention_heads": "heads",
@@ -182,7 +183,7 @@ def measured_words(args: argparse.Namespace) -> list[str]:
 
 
 def experts_of(args: argparse.Namespace) -> Experts | None:
-    """The model's experts; raises ConfigError where they cannot be shared or run as the arguments ask."""
+    """The model's experts; raises ConfigError where they cannot be shared as the arguments ask."""
     experts: Experts | None = given_numbers(args).get("experts")
     shared = args.expert_parallel
     count = 1 if experts is None else experts.count
@@ -191,8 +192,6 @@ def experts_of(args: argparse.Namespace) -> Experts | None:
             f"expected --expert-parallel to divide {count} experts and {args.data_parallel} replicas, got {shared}",
             hint="take experts from the model's file: --model-config FILE",
         )
-    if experts is not None and args.split_backward == "on":
-        raise ConfigError("--split-backward on: experts compute all gradients together", hint="leave it at auto")
     return experts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
+from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, TRIALS, choose_layer_split
 from megatron_dynapipe.cli import say
 from megatron_dynapipe.cli.batch_arguments import add_batch_arguments, given_batches
 from megatron_dynapipe.cli.batches import read_batches
@@ -19,9 +19,8 @@ from megatron_dynapipe.cli.model_config import (
     given_numbers,
     model_shape,
     take_model_config,
-    trains_in_bridge,
 )
-from megatron_dynapipe.cli.run_file import take_run_file
+from megatron_dynapipe.cli.run_file import SIZES, take_run_file
 from megatron_dynapipe.config import Cluster, read_cluster
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
@@ -54,6 +53,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
+from megatron_dynapipe.integration.flags.planning_flags import defaults as planning_defaults
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.export import megatron_flags
 
@@ -68,14 +68,16 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to plan: lengths, costs, model, parallel layout, memory, links, layer split."""
     add_shared_arguments(parser)
     add = parser.add_argument
-    for name in ("data", "tensor", "pipeline", "expert"):
-        add(f"--{name}-parallel", type=positive, default=1, metavar="N")
+    for name in SIZES:
+        of_layout = "(default: 1; without any of the four, the layout of the run file of --model-config)"
+        add(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=of_layout)
     chunks = (
         "parts of the model on each pipeline rank (virtual stages), which run in turn: so many, or 1, 2 or 4, chosen"
         " with an auto split (default: auto; 1 where layers are not split by auto)"
     )
-    add("--virtual-stages", type=lambda n: n if n == AUTO else positive(n), default=AUTO, metavar="auto|N", help=chunks)
-    add("--distributed-optimizer", action="store_true", help="optimizer state shared over replicas")
+    add("--virtual-stages", type=lambda n: n if n == AUTO else positive(n), metavar="auto|N", help=chunks)
+    shared = "optimizer state shared over replicas (default: as the run file has it)"
+    add("--distributed-optimizer", action="store_true", default=None, help=shared)
     other = "other lengths to choose an auto split from, in batches as large as those to plan"
     add("--split-from", type=Path, metavar="BATCHES", help=other)
 
@@ -93,7 +95,15 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
         "name of one of the package's, such as h100_80gb"
     )
     add("--cluster", type=Path, metavar="FILE", help=cluster)
-    add_planning_flags(parser, without=without, scatter_gather="off")
+    settled_later = [name for name in planning_defaults() if name.replace("_", "-") not in without]
+    add_planning_flags(parser, without=without)
+    parser.set_defaults(**dict.fromkeys(settled_later))
+    sequence = (
+        "with tensor parallelism (default: as the run file has it; else off in `plan`, and on with computed costs in"
+        " `compare` and `tune`)"
+    )
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=sequence)
+    parser.set_defaults(usual_split=EQUAL, trials=TRIALS)
     add("--devices-per-node", type=positive, metavar="N", help="(that of --cluster, else 8)")
     _add_transfer_arguments(parser)
     tried = "schedules tried per batch; default: fewer where there are more micro-batches"
@@ -165,9 +175,9 @@ def costs_and_settings(args: argparse.Namespace) -> tuple[CostModel, PlannerSett
     return cost_model, planner_settings(args, cost_model)
 
 
-def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False) -> tuple[CostModel, DeviceRates]:
+def costs_and_rates(args: argparse.Namespace) -> tuple[CostModel, DeviceRates]:
     """The cost model that completed arguments name, and its device's rates; raises as `costs_and_settings`."""
-    if str(args.cost_model) != ANALYTIC:
+    if not computes_costs(args):
         if args.device is not None:
             raise ConfigError(f"--device goes with --cost-model {ANALYTIC}, and a file was given")
         tables = TableCostModel.load(args.cost_model)
@@ -183,13 +193,25 @@ def costs_and_rates(args: argparse.Namespace, *, sequence_parallel: bool = False
         )
     longest = max(n for batch in given_batches(args) for n in (*batch.input, *(batch.target or ())))
     reach = min(max(_USUAL_REACH, 1 << (longest - 1).bit_length()), LARGEST_COORDINATE)
-    return AnalyticCostModel(shape, rates, max_length=reach, sequence_parallel=sequence_parallel), rates
+    return AnalyticCostModel(shape, rates, max_length=reach, sequence_parallel=bool(args.sequence_parallel)), rates
+
+
+def computes_costs(args: argparse.Namespace) -> bool:
+    """Whether costs are computed, and not read from a file."""
+    return str(args.cost_model) == ANALYTIC
 
 
 def complete_model(args: argparse.Namespace) -> None:
-    """Take the model's sizes from its file, if one was given; raises ConfigError where kind or size are missing."""
+    """Take the model's sizes from its file, if one was given, and once what else a run file says.
+
+    Raises:
+        ConfigError: kind or size are missing, or a value of the file is none.
+    """
     if args.model_config is not None:
         take_model_config(args)
+    if not hasattr(args, "is_complete"):
+        take_run_file(args)
+        args.is_complete = True
     if args.model is None:
         raise ConfigError("expected a kind of model, got none", hint="pass --model gpt, or --model-config FILE")
     if args.hidden_size is None:
@@ -197,11 +219,12 @@ def complete_model(args: argparse.Namespace) -> None:
     _layers(args)
 
 
-def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> PlannerSettings:
-    """The settings that the arguments ask for, the layer split chosen.
+def planner_settings(args: argparse.Namespace, cost_model: CostModel, *, choose: bool = True) -> PlannerSettings:
+    """The settings that the arguments ask for, an auto layer split chosen, or as even as where the choice begins.
 
     Raises:
         ConfigError: an argument that does not go with another, or cannot be honoured.
+        PlanningError: no batch can be planned under the splits to choose among.
     """
     layer_split = args.layers_per_stage
     experts = experts_of(args)
@@ -215,11 +238,8 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         chunks = args.virtual_stages
     elif not isinstance(layer_split, str):
         chunks = max(len(layer_split) // args.pipeline_parallel, 1)
-    halves = model.layers_divide and not trains_in_bridge(args)
     if layer_split == AUTO:  # begins even
-        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=halves)
-    elif not halves and not isinstance(layer_split, str) and any(layers % 1 for layers in layer_split):
-        raise _beyond_bridge("layers-per-stage", ",".join(map(str, layer_split)))
+        layer_split = even_layer_split(model.layers, args.pipeline_parallel * chunks, halves=model.layers_divide)
     search = {name: getattr(args, name, None) for name in ("search_evaluations", "seed")}
     search["method"] = getattr(args, "schedule", None)
     settings = PlannerSettings(
@@ -232,9 +252,11 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         modules_per_stage=None if layer_split == EQUAL else model.modules_of(layer_split),
         memory_limit_bytes=_memory_limit_bytes(args),
         distributed_optimizer=args.distributed_optimizer,
+        sequence_parallel=bool(args.sequence_parallel) and args.tensor_parallel > 1,
         recompute=args.limit_rc_type or _modes(args),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == AUTO else (BatchLayout(args.layout),),
-        **_ways(args, has_experts=experts is not None),
+        slices=args.slices,
+        split_backward=args.split_backward,
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
         replicas_in_step=args.expert_parallel,
@@ -243,34 +265,13 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel) -> Planner
         schedule=ScheduleSettings(**{name: value for name, value in search.items() if value is not None}),
         transfers=GLOO_RULES if args.transfers == "gloo" else CUDA_RULES,
     )
-    return _with_auto_split(args, settings, cost_model) if args.layers_per_stage == AUTO else settings
+    is_chosen = choose and args.layers_per_stage == AUTO
+    return _with_auto_split(args, settings, cost_model) if is_chosen else settings
 
 
 def _modes(args: argparse.Namespace) -> tuple[Recompute, ...]:
     """The modes to choose among: with adapters, layers are not recomputed as a whole (`bridge.recipe`)."""
     return tuple(Recompute) if adapters_of(args) is None else (Recompute.NONE, Recompute.SELECTIVE)
-
-
-def _ways(args: argparse.Namespace, *, has_experts: bool) -> dict[str, Any]:
-    """Whether samples are cut and backward passes divided: only in modules of this package.
-
-    Raises:
-        ConfigError: it was asked for where it cannot be.
-    """
-    if not trains_in_bridge(args):
-        return {"slices": args.slices, "split_backward": "off" if has_experts else args.split_backward}
-    for name in ("slices", "split_backward"):
-        if (value := getattr(args, name)) not in (AUTO, "off"):
-            raise _beyond_bridge(name.replace("_", "-"), value)
-    return {"slices": "off", "split_backward": "off"}
-
-
-def _beyond_bridge(flag: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"--{flag} {value}: the model of a recipe, or one with adapters, is trained inside Megatron-Bridge, whose"
-        " modules cannot do that",
-        hint="leave the flag out",
-    )
 
 
 def network_of(args: argparse.Namespace, links: Mapping[str, Link]) -> Network:
@@ -336,8 +337,7 @@ def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_m
         # How even stages are at the ends of a pipeline counts for more the fewer micro-batches there are.
         chosen_from = [part for batch in named for part in batch.global_batch(0).parts(max(usual, 1))]
     more = MORE_CHUNKS if args.virtual_stages == AUTO else ()
-    halves = not trains_in_bridge(args)
-    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, halves=halves, chunks=more)
+    layer_split = choose_layer_split(settings, cost_model, chosen_from, to_fit=to_plan, chunks=more, trials=args.trials)
     return settings.with_layers_per_stage(layer_split)
 
 

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             most_positions=args.max_positions,
             vocabulary=args.vocabulary,
             adapters=adapters_of(args),
+            recipe=args.model_config,
         )
     if path is not None:
         print(path)

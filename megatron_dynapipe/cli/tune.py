@@ -12,33 +12,35 @@ import msgspec
 from tqdm import tqdm
 
 from megatron_dynapipe.cli import print_json
-from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches
-from megatron_dynapipe.cli.model_config import RUN_FILES, given_numbers, run_words, trains_in_bridge
+from megatron_dynapipe.cli.batch_arguments import SAMPLES, chosen_batches, labelled, longest_rows
+from megatron_dynapipe.cli.model_config import given_numbers, run_words, trains_in_bridge
 from megatron_dynapipe.cli.planning_arguments import (
-    ANALYTIC,
     add_export,
     add_shared_arguments,
     cluster_line,
     complete_model,
+    computes_costs,
     costs_and_rates,
     describe_cluster,
     exported,
     network_of,
     planner_settings,
 )
-from megatron_dynapipe.cli.tuned_layouts import close_ones, heading, name_of, row_of, usual_ones
+from megatron_dynapipe.cli.run_file import is_run_file
+from megatron_dynapipe.cli.tuned_layouts import close_ones, gain_of, heading, name_of, row_of, unusable, usual_ones
 from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import round_up
+from megatron_dynapipe.core.units import NS_PER_MS, round_up
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.costing.format import read_file
 from megatron_dynapipe.costing.pattern import layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
+from megatron_dynapipe.tools.rivals.methods import NAMES, TRAINERS, Longest, method_settings
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
-from megatron_dynapipe.tools.tuning.evaluate import StepRates
+from megatron_dynapipe.tools.tuning.evaluate import Evaluator, StepRates
 from megatron_dynapipe.tools.tuning.space import SplitMethod
 from megatron_dynapipe.tools.tuning.validate import (
     LAYOUT_FILE_MARK,
@@ -73,8 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = "optimizer state shared over replicas; auto: wherever there are any (%(default)s)"
     choices = ("auto", "on", "off")
     add("--distributed-optimizer", nargs="?", const="on", default="auto", choices=choices, help=shared)
-    sequence = "if there is tensor parallelism (on; off with a file's costs, unless it was measured so)"
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help=sequence)
     rate = "of a device, for the optimizer step (an A100's 800)"
     add("--memory-gb-per-s", type=above_zero, metavar="N", help=rate)
     add("--workers", type=positive, metavar="N", help="processes that plan (default: one per core)")
@@ -168,12 +168,12 @@ def _validated(tuning: Tuning, args: argparse.Namespace) -> Tuning:
 
 
 def _cost_file(args: argparse.Namespace) -> Path | None:
-    return None if str(args.cost_model) == ANALYTIC else args.cost_model
+    return None if computes_costs(args) else args.cost_model
 
 
 def _tuned(args: argparse.Namespace) -> Tuning:
     space = _space(args)
-    cost_model, rates = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
+    cost_model, rates = costs_and_rates(args)
     memory_rate = rates.bytes_per_second if args.memory_gb_per_s is None else args.memory_gb_per_s * 1e9
     batches = [batch.global_batch(number) for number, batch in enumerate(chosen_batches(args))]
 
@@ -183,9 +183,12 @@ def _tuned(args: argparse.Namespace) -> Tuning:
             bar.set_postfix_str(f"best {best_ms:.1f} ms", refresh=False)
         bar.update(plans - bar.n)
 
+    base = _base(args, cost_model)
+    named = chosen_batches(args)
+    longest = Longest(*map(max, zip(*(longest_rows(args, batch, named) for batch in named), strict=True)))
     with tqdm(desc="planning", unit=" plans", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         return tune(
-            _base(args, cost_model),
+            base,
             cost_model,
             batches,
             space,
@@ -196,6 +199,7 @@ def _tuned(args: argparse.Namespace) -> Tuning:
                 overlaps_gathering=_GATHERS in run_words(args),
             ),
             top=args.top,
+            rivals={name: method_settings(name, longest, base) for name in TRAINERS},
             workers=args.workers or len(os.sched_getaffinity(0)),
             progress=progress,
         )
@@ -222,7 +226,6 @@ def _space(args: argparse.Namespace) -> Space:
         splits=splits,
         distributed_optimizer={"auto": None, "on": True, "off": False}[args.distributed_optimizer],
         global_batch_size=None if args.data is None else args.global_batch_size or SAMPLES,
-        halves=not trains_in_bridge(args),
         expert_sizes=tuple(size for size in range(1, count + 1) if count % size == 0),
     )
 
@@ -245,6 +248,7 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     if args.json:
         report = {"format": FORMAT, "seconds": tuning.seconds, "plans": tuning.plans}
         report |= {"cluster": described, "interrupted": tuning.interrupted, "layouts": tuning.layouts}
+        report |= {"rivals": tuning.rivals, "gain": tuning.gain}
         print_json(report | _exported(tuning, args))
         return
     planned = [layout for layout in tuning.layouts if layout.predicted_ms is not None]
@@ -262,7 +266,6 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
     ):
         print(line)
     if planned:
-        print(f"the best plan, of the first batch: {planned[0].of_limits}")
         print(_command(planned[0], tuning.settings[0], args, described["devices_per_node"]))
         _exported(tuning, args)
     for layout in planned:
@@ -270,8 +273,28 @@ def _print(tuning: Tuning, args: argparse.Namespace) -> None:
             print(f"{name_of(layout)} could not be trained: {layout.measurement_error}")
     if tuning.interrupted:
         print("interrupted: layouts that were not planned on every batch may be faster or slower than shown")
-    for layout in infeasible:
-        print(f"cannot be used: {name_of(layout)}: {layout.error}")
+    for line in (*unusable(infeasible), *_gain(tuning, args)):
+        print(line)
+
+
+def _gain(tuning: Tuning, args: argparse.Namespace) -> list[str]:
+    """The last lines: what plans gain, why no more, and what more they would gain if targets alone counted."""
+    if not (lines := gain_of(tuning, NAMES)):
+        return []
+    best = tuning.layouts[0]
+    lines.append(f"why: {best.of_limits} (the best plan, of the first batch)")
+    learned_all = args.data is not None and not trains_in_bridge(args) and not args.model.is_encoder_decoder
+    batches = chosen_batches(args)
+    if not learned_all or any(batch.labels is not None for batch in batches) or tuning.gain is None:
+        return lines
+    targets = labelled(args, batches)[0]
+    cost_model, _ = costs_and_rates(args)
+    evaluate = Evaluator(cost_model, [batches[0].global_batch(0), targets.global_batch(0)])
+    everything, counted = (evaluate(tuning.settings[0], at) for at in range(2))
+    if counted.error is None and best.predicted_ms is not None:
+        saved = (everything.predicted_ns - counted.predicted_ns) / NS_PER_MS
+        lines.append(f"with --loss targets {tuning.gain * best.predicted_ms / (best.predicted_ms - saved):.2f}")
+    return lines
 
 
 def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
@@ -279,7 +302,7 @@ def _exported(tuning: Tuning, args: argparse.Namespace) -> dict[str, Any]:
     best = tuning.layouts[0]
     if args.export is None or best.predicted_ms is None:
         return {}
-    cost_model, _ = costs_and_rates(args, sequence_parallel=args.sequence_parallel)
+    cost_model, _ = costs_and_rates(args)
     assert best.layers_per_stage is not None, "a layout that was planned has its split"
     settings = tuning.settings[0].with_layers_per_stage(best.layers_per_stage)
     return exported(args, settings, cost_model, [batch.global_batch(0) for batch in chosen_batches(args)])
@@ -307,8 +330,7 @@ def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namesp
         word for name, value in (layout_flags(best, settings) | _tuned_flags(args)).items() if value is not False
         for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
     )  # fmt: skip
-    is_run_file = args.model_config is not None and args.model_config.suffix in RUN_FILES
-    model = args.model_config if is_run_file else "MODEL.yaml"
+    model = args.model_config if is_run_file(args) else "MODEL.yaml"
     script = f"pretrain_{args.model}_multitask.py --dynapipe-config {model} --dynapipe-data {args.data or 'DATA'}"
     return f"train: torchrun {where} --nproc-per-node {ranks} {script} {flags}"
 

@@ -57,7 +57,7 @@ class Entry:
         if entering and torch.is_grad_enabled():
             self._metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in entering]
             self._gradients = [None] * len(entering)
-            placed = iter(_Enter.apply(self, _ANCHOR, *entering))  # type: ignore[no-untyped-call]
+            placed = iter(_Enter.apply(self, _ANCHOR, *entering))
             self.tensors = [next(placed) if wants else t for t, wants in zip(tensors, differentiable, strict=True)]
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:

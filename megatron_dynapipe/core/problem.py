@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.core.costs import HEAD, CostTables, Quantity
+from megatron_dynapipe.core.costs import ATTENTION, HEAD, CostTables, Kind, Quantity
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.instructions import PASS_TYPES, Pass
 from megatron_dynapipe.core.model import PipelineLayout
@@ -197,7 +197,7 @@ class BatchProblem:
                 **native_links(layout, self.links, self.bytes_per_position, self.held_per_position),
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
-                extras=np.zeros(0, np.int64) if self.piece_costs is None else self.piece_costs.ravel(),
+                extras=_of_pieces(self.piece_costs, kinds, doubled),
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
             )
@@ -298,6 +298,15 @@ class BatchProblem:
 def _with(values: IntArray, doubled: int | None) -> IntArray:
     """Costs by kind, with one of the kinds again at the end."""
     return np.ascontiguousarray(values if doubled is None else np.concatenate([values, values[doubled : doubled + 1]]))
+
+
+def _of_pieces(costs: IntArray | None, kinds: Sequence[Kind], doubled: int | None) -> IntArray:
+    """What pieces cost besides, by kind of module in place of attention and MLP: the head nothing."""
+    if costs is None:
+        return np.zeros(0, np.int64)
+    of_kinds = [0 if kind == ATTENTION else 2 if kind == HEAD else 1 for kind in kinds] + [1] * (doubled is not None)
+    nothing = np.zeros_like(costs[:, :, :1])
+    return np.concatenate([costs, nothing], axis=2)[:, :, of_kinds].ravel()
 
 
 def _mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...]:

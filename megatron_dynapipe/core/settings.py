@@ -128,8 +128,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Why samples cannot be cut under these settings, or None."""
         if self.model.decoder:
             return "every position of a T5's encoder attends to all of them"
-        if self.model.layers_with_experts:
-            return "costs of pieces are known where all layers have experts, or none"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
             return "pieces run in packed rows, which the settings do not allow"
         if not self.searches:

@@ -23,9 +23,9 @@ from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
 LEAST_GAIN = 0.01
-"""By which a candidate has to start ahead of the default, to be searched in its place."""
+"""By which a candidate has to start ahead of the default, to be searched too."""
 MARGIN_OF_FEW = 0.25
-"""By which one may start behind the default, and is searched too, where that has few rows."""
+"""By which one may start behind the default if that has few rows: such starts tell little."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,32 +108,30 @@ class Way(Protocol):
 def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Candidate, ScheduledBatch] | None:
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
-    One is searched: the default, or the other one that is furthest ahead where searches start. A start of few rows
-    tells little: then both are.
+    Two are searched: the default, and the other one that is ahead where searches start, if there is one. The default
+    is left out if the other's schedule is as fast as any can be.
 
     Raises:
         StallError: every order of one that is searched stalls.
     """
     default = next((candidate for candidate in candidates if candidate.is_default), None)
-    ahead, few = (default, False) if len(candidates) == 1 and default is not None else _ahead(candidates)
-    found = None
-    if ahead is not None and ahead is not default:
-        found = ahead.scheduled(chosen)
-        few = few or (found is not None and len(found.members) <= FEW_ROWS * ahead.problem.replicas)
-        proven = found is not None and found.makespan_ns <= ahead.problem.enough_ns
-        if found is not None and (proven or not (few and default is not None)):
-            return ahead, found
-    other = None if default is None else default.scheduled(chosen)
-    if ahead is not None and found is not None and (other is None or found.makespan_ns <= other.makespan_ns):
-        return ahead, found
-    return None if default is None or other is None else (default, other)
+    ahead = default if len(candidates) == 1 and default is not None else _ahead(candidates)
+    found: tuple[Candidate, ScheduledBatch] | None = None
+    for candidate in dict.fromkeys((ahead, default)):
+        scheduled = None if candidate is None else candidate.scheduled(chosen)
+        if candidate is None or scheduled is None:
+            continue
+        if found is None or scheduled.makespan_ns < found[1].makespan_ns:
+            found = candidate, scheduled
+        if scheduled.makespan_ns <= candidate.problem.enough_ns:
+            break
+    return found
 
 
-def _ahead(candidates: Sequence[Candidate]) -> tuple[Candidate | None, bool]:
-    """The candidate that is ahead where searches start, None where none can; whether the default has few rows."""
+def _ahead(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate that is ahead where searches start; None where none can."""
     ahead: Candidate | None = None
     least: int | None = None
-    few = False
     for candidate in candidates:
         started = candidate.start(least)
         if started is None or (least is not None and started.makespan_ns >= least):
@@ -141,6 +139,5 @@ def _ahead(candidates: Sequence[Candidate]) -> tuple[Candidate | None, bool]:
         ahead = candidate
         least = started.makespan_ns
         if candidate.is_default:
-            few = started.rows <= FEW_ROWS
-            least = int(least * (1 + MARGIN_OF_FEW if few else 1 - LEAST_GAIN))
-    return ahead, few
+            least = int(least * (1 + MARGIN_OF_FEW if started.rows <= FEW_ROWS else 1 - LEAST_GAIN))
+    return ahead

@@ -29,7 +29,7 @@ from megatron_dynapipe.core.costs import (
 )
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops
+from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops, smallest
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of
 from megatron_dynapipe.costing.shape import ModelShape
@@ -164,7 +164,7 @@ class AnalyticCostModel:
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
         self._sequence_parallel = sequence_parallel
-        identity = msgspec.json.encode(["analytic/6", shape, rates, max_size, max_length, sequence_parallel])
+        identity = msgspec.json.encode(["analytic/7", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._sizes = geometric(1, max_size)
         self._lengths = geometric(8, max_length, between=True)
@@ -183,6 +183,7 @@ class AnalyticCostModel:
             targets=targets,
             weights=self._divides(recompute),
             sizes=self._sizes[:, None, None],
+            seen=self.shape.seen,
         )
         values = dividing.modules(
             self._layers(layer, b, s, t, partial(layer_costs, rates=self.rates, recompute=recompute))
@@ -245,6 +246,7 @@ class AnalyticCostModel:
                 weights=not inside and self._divides(recompute),
                 linear=not inside,
                 inside=inside,
+                seen=self.shape.seen,
             )
             grids.append((inputs, targets, dividing.modules(self._layers(layer, one, s, t, costs, ends=not inside))))
         (row_inputs, row_targets, linear), (inputs, targets, attention) = grids
@@ -279,13 +281,9 @@ class AnalyticCostModel:
                 ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
                 frozen=shape.adapters is not None,
             )
-            if shape.experts is None or recompute is Recompute.FULL:
+            if shape.experts is None and shape.latent is None:
                 return dict(divisions)
-            work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
-            halves = (work.self_attention(one, one), work.feed_forward(one, one))
-            attention, mlp = (int(half.kept_bytes) for half in halves)
-            kept = Rates(attention, 0, mlp)
-            return {"encoder": msgspec.structs.replace(divisions["encoder"], stored=(kept, kept))}
+            return {"encoder": _counted_division(shape, divisions["encoder"], recompute)}
 
         if self.shape.kinds == 1:
             known = of(self.shape)
@@ -304,6 +302,25 @@ class AnalyticCostModel:
             sequence_parallel=self._sequence_parallel,
             element_bytes=self.rates.element_bytes,
         )
+
+
+def _counted_division(shape: ModelShape, division: Division, recompute: Recompute) -> Division:
+    """The division of a layer with experts, or with latent attention, from the work of its halves."""
+    work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
+    attention, mlp = work.self_attention(one, one), work.feed_forward(one, one)
+    if recompute is not Recompute.FULL:
+        kept = Rates(int(attention.kept_bytes), 0, int(mlp.kept_bytes))
+        division = msgspec.structs.replace(division, stored=(kept, kept))
+    if shape.latent is None:
+        return division
+    linear, inner, network = (int(flops) for flops in (attention.linear_flops, attention.core_flops, mlp.linear_flops))
+    of_attention = shape.attention_parameters(1) // (2 * shape.hidden)
+    return msgspec.structs.replace(
+        division,
+        forward=smallest(linear, inner, network, 0),
+        backward=smallest(linear, inner * (1 if shape.adapters is None else 2), network, 0),
+        parameters=(of_attention, division.parameters[1]),
+    )
 
 
 def layer_costs(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:

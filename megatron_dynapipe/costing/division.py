@@ -110,9 +110,9 @@ def shares_by_flops(
     linear = 4 * hidden * (c + g)
     inner = 4 * c
     mlp = 4 * hidden * ffn
-    encoder = _smallest(linear, inner, mlp, 0)
-    backward = _smallest(linear, inner * (2 if frozen else 1), mlp, 0)
-    decoder = _smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
+    encoder = smallest(linear, inner, mlp, 0)
+    backward = smallest(linear, inner * (2 if frozen else 1), mlp, 0)
+    decoder = smallest(4 * hidden * (2 * c + g), 4 * c, 4 * hidden * ffn, 4 * hidden * g)
     f = ffn if ffn_parameters is None else ffn_parameters
     return {
         "encoder": Division(forward=encoder, backward=backward, stored=stored, parameters=(c + g, f)),
@@ -120,6 +120,7 @@ def shares_by_flops(
     }
 
 
-def _smallest(*rates: int) -> Rates:
+def smallest(*rates: int) -> Rates:
+    """Rates of this proportion."""
     common = math.gcd(*rates)
     return Rates(*(rate // common for rate in rates))

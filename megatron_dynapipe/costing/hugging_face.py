@@ -14,8 +14,18 @@ Flags = dict[str, Any]
 
 T5_LIKE = ("t5", "mt5")
 OF_EXPERTS = ("mixtral", "qwen3_moe")
-KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *OF_EXPERTS, *T5_LIKE)
-"""Values of `model_type` that are known whole; of others only the sizes are read."""
+CONVERTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", *OF_EXPERTS, *T5_LIKE)
+"""Values of `model_type` whose weights are converted."""
+KINDS = (*CONVERTED, "gemma2", "gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+"""Those that are known whole; of others only the sizes are read."""
+_LATENT = {
+    "q_lora_rank": "q-lora-rank",
+    "kv_lora_rank": "kv-lora-rank",
+    "qk_nope_head_dim": "qk-head-dim",
+    "qk_rope_head_dim": "qk-pos-emb-head-dim",
+    "v_head_dim": "v-head-dim",
+}
+"""Sizes of multi-latent attention, and Megatron's flags of them."""
 
 
 MOST_LAYERS = 10_000
@@ -32,13 +42,7 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
 def obstacle_in(config: Mapping[str, Any]) -> str:
     """The part of a model that computed costs do not know; empty where there is none."""
     kind = config["model_type"]
-    if kind not in KINDS:
-        return f"a model of type {kind} (known: {', '.join(KINDS)})"
-    window, layers = config.get("sliding_window"), config.get("layer_types")
-    used = config.get("use_sliding_window", kind in ("mistral", "mixtral"))
-    used = used if layers is None else "sliding_attention" in layers
-    positions = config.get("max_position_embeddings") or 0
-    return f"sliding_window {window} of {positions} positions" if used and window and window < positions else ""
+    return "" if kind in KINDS else f"a model of type {kind} (known: {', '.join(KINDS)})"
 
 
 def megatron_flags(config: Mapping[str, Any]) -> Flags:
@@ -110,25 +114,47 @@ def _llama(config: Mapping[str, Any], flags: Flags) -> Flags:
         "position-embedding-type": "rope",
         "group-query-attention": is_grouped,
         "num-query-groups": groups if is_grouped else None,
-        "untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", False),
+        "untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", kind.startswith("gemma")),
         "add-qkv-bias": kind.startswith("qwen2") or bool(config.get("attention_bias")),
-        "qk-layernorm": kind.startswith("qwen3"),
+        "qk-layernorm": kind.startswith(("qwen3", "gemma3", "deepseek")) or bool(config.get("use_qk_norm")),
+        "softmax-type": "learnable" if kind == "gpt_oss" else None,
+        **_latent(config),
+        **_windows(config, flags["num-layers"]),
         **_experts(config, flags["num-layers"]),
     }
 
 
+def _latent(config: Mapping[str, Any]) -> Flags:
+    if size(config, "kv_lora_rank") is None:
+        return {}
+    return {"multi-latent-attention": True, **{flag: size(config, name) for name, flag in _LATENT.items()}}
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> Flags:
+    """Sliding windows, and which layers have them; none that are no narrower than samples can be long."""
+    kind, window, types = config["model_type"], size(config, "sliding_window"), config.get("layer_types")
+    used = config.get("use_sliding_window", kind in ("mistral", "mixtral"))
+    have = [used] * layers if types is None else [name == "sliding_attention" for name in types]
+    if not window or not any(have) or window >= (config.get("max_position_embeddings") or 0):
+        return {}
+    skipped = {} if all(have) else {"window-attn-skip-freq": f"[{','.join(str(int(has)) for has in have)}]"}
+    return {"window-size": f"{window - 1},0", **skipped}
+
+
 def _experts(config: Mapping[str, Any], layers: int) -> Flags:
-    if (count := size(config, "num_local_experts", "num_experts")) is None:
+    if (count := size(config, "num_local_experts", "num_experts", "n_routed_experts")) is None:
         return {}
     step, dense = size(config, "decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ConfigError(f"mlp_only_layers: expected a list of layers, got {dense!r:.60}")
-    sparse = [int((layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]
+    first = (size(config, "first_k_dense_replace") or 0) if config.get("first_k_dense_replace") else 0
+    sparse = [int(layer >= first and (layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]
     if not any(sparse):
         return {}
     return {
         "num-experts": count,
-        "moe-ffn-hidden-size": required_size(config, "moe_intermediate_size", "intermediate_size"),
+        "moe-ffn-hidden-size": (width := required_size(config, "moe_intermediate_size", "intermediate_size")),
+        "moe-shared-expert-intermediate-size": width * (size(config, "n_shared_experts") or 0) or None,
         "moe-router-topk": required_size(config, "num_experts_per_tok"),
         "moe-layer-freq": None if all(sparse) else f"[{','.join(map(str, sparse))}]",
     }

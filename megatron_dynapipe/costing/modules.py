@@ -14,7 +14,7 @@ take the layer's forward without attention's inside, times what was measured of 
 is not divided.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,6 +80,7 @@ class Dividing:
         sizes: samples of a micro-batch, where the grid has an axis of them: `[sizes, 1, 1]`.
         linear: whether the values hold what is linear in positions.
         inside: whether they hold attention's inside.
+        seen: keys of a position of a sample of so many, in the mean, where it has no other's.
     """
 
     divisions: Mapping[LayerKind, Division]
@@ -89,6 +90,7 @@ class Dividing:
     sizes: IntArray | int = 1
     linear: bool = True
     inside: bool = True
+    seen: Callable[[Floats], Floats] = np.asarray
 
     def modules(self, layers: Layers) -> IntArray:
         """Costs of modules from those of layers: `[kinds, len(Quantity), …]`, `ABSENT` where the layer's are."""
@@ -189,7 +191,7 @@ class Dividing:
     def _positions(self, layer: LayerKind) -> tuple[Floats, Floats, Floats]:
         """A layer's own positions, its keys', and the encoder's output's, at every point: `[inputs, targets]` each."""
         inputs, targets = np.broadcast_arrays(self.inputs[:, None].astype(float), self.targets.astype(float))
-        return (targets, targets + inputs, inputs) if layer == "decoder" else (inputs, inputs, 0 * inputs)
+        return (targets, targets + inputs, inputs) if layer == "decoder" else (inputs, self.seen(inputs), 0 * inputs)
 
 
 def _part(values: IntArray, share: IntArray) -> IntArray:

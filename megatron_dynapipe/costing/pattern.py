@@ -6,9 +6,11 @@
 In the pattern of a HybridModel a layer is one module, and a split counts modules.
 """
 
+import ast
 import re
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from megatron_dynapipe.core.model import LayerSplit, PipelineLayout
 FLAG = "--hybrid-layer-pattern"
 ATTENDS, DENSE, EXPERTS, STAGE_END = "*-E|"
 """Symbols of attention, of an MLP, of experts, and the end of a stage."""
+_MOST_LAYERS = 10_000
 _NOT_TRAINED = {
     "M": "Mamba layers, whose kernels no CPU has",
     "G": "gated delta nets, whose kernels no CPU has",
@@ -154,3 +157,24 @@ def megatron_layout(split: LayerSplit) -> str:
     """
     ends = [int(layers) for layers in accumulate(split, initial=0)]
     return f"E{'|'.join('t' * (end - start) for start, end in pairwise(ends))}L"
+
+
+def evaluated(text: str) -> Any:
+    """The value of lists of numbers, added and multiplied, as Megatron's flags of layers are; None of other text."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)) if 0 <= number <= _MOST_LAYERS:
+                return number
+            case ast.List(elts=elements):
+                return [value(element) for element in elements]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant() as right):
+                return (value(left) * value(right))[:_MOST_LAYERS]
+        raise TypeError
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        return None

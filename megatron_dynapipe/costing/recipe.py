@@ -10,25 +10,24 @@ _SAME = (
     *("make_vocab_size_divisible_by", "normalization", "qk_layernorm", "position_embedding_type", "add_qkv_bias"),
     *("attention_dropout", "hidden_dropout", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
     *("moe_shared_expert_intermediate_size", "num_query_groups", "hybrid_layer_pattern", "mtp_num_layers"),
-    *("context_parallel_size", "window_size"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("softmax_type", "window_size", "window_attn_skip_freq", "moe_shared_expert_gate", "context_parallel_size"),
 )
 NAMES = (
     *_SAME,
     *("num_moe_experts", "hybrid_override_pattern", "gated_linear_unit", "add_bias_linear", "bias_activation_fusion"),
-    "share_embeddings_and_output_weights",
+    *("share_embeddings_and_output_weights", "interleaved_attn_pattern", "attn_logit_softcapping"),
 )
 """Attributes of a recipe's model that are read."""
 
 
-_WITHOUT = {
-    "apply_rope_fusion": "no-rope-fusion",
-    "masked_softmax_fusion": "no-masked-softmax-fusion",
-    "gradient_accumulation_fusion": "no-gradient-accumulation-fusion",
-    "bias_dropout_fusion": "no-bias-dropout-fusion",
-}
-"""Flags by attributes of a recipe's model that are false."""
-_KERNELS = ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "sequence_parallel", "moe_grouped_gemm")
-"""Attributes that decide how layers are computed, and have flags of their names."""
+_SIZES = (
+    *("hidden-size", "num-layers", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size", "seq-length"),
+    *("group-query-attention", "num-query-groups", "attention-dropout", "hidden-dropout", "num-experts"),
+    *("moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq", "moe-shared-expert-intermediate-size"),
+    *("max-position-embeddings", "hybrid-layer-pattern", "untie-embeddings-and-output-weights"),
+)
+"""Flags that say how large layers are; what else they have, the recipe's provider knows."""
 
 
 def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +38,10 @@ def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     flags = {name.replace("_", "-"): model[name] for name in _SAME if model.get(name) is not None}
     groups = model.get("num_query_groups")
+    if local := model.get("interleaved_attn_pattern"):  # Gemma 3's: as many layers with a window, then one without
+        flags["window-attn-skip-freq"] = local[0] + 1
+    elif model.get("attn_logit_softcapping"):  # Gemma 2's: every second
+        flags["window-attn-skip-freq"] = 2
     flags |= {
         "num-experts": model.get("num_moe_experts"),
         "group-query-attention": groups is not None and groups != model.get("num_attention_heads"),
@@ -53,7 +56,7 @@ def recipe_flags(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's flags under which Megatron builds the layers of a recipe, to be measured.
+    """A run's flags of the sizes and the precision of a recipe's layers, which its provider builds to be measured.
 
     Args:
         recipe: its saved YAML.
@@ -71,13 +74,13 @@ def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "expected a recipe with model.vocab_size, got one without", hint="set config.model.vocab_size"
         )
-    flags = recipe_flags(model)
-    flags |= {flag: True for name, flag in _WITHOUT.items() if not model.get(name, True)}
-    flags |= {name.replace("_", "-"): model[name] for name in _KERNELS if model.get(name)}
+    of_model = recipe_flags(model)
+    flags: dict[str, Any] = {name: of_model[name] for name in _SIZES if name in of_model}
+    flags |= {"disable-bias-linear": True, "sequence-parallel": bool(model.get("sequence_parallel"))}
     mixed = recipe.get("mixed_precision") or model
     halves = [name for name in ("bf16", "fp16") if (name in mixed if isinstance(mixed, str) else mixed.get(name))]
     return {
-        **flags,
+        **{name: value for name, value in flags.items() if value is not False},
         **dict.fromkeys(halves, True),
         "global-batch-size": recipe["train"]["global_batch_size"],
         "calculate-per-token-loss": True,

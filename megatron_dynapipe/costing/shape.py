@@ -4,17 +4,18 @@ Parameters are counted on one tensor-parallel rank, which has its share of matri
 outputs, and all of norms and of the other biases, as in megatron-core.
 """
 
-import ast
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
+from megatron_dynapipe.core.costs import Floats
 from megatron_dynapipe.core.errors import ConfigError, check_fields
 from megatron_dynapipe.core.units import ModelFamily, round_up
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
-from megatron_dynapipe.costing.hugging_face import MOST_LAYERS, MOST_SIZE, megatron_flags
-from megatron_dynapipe.costing.pattern import EXPERTS, expert_modules
+from megatron_dynapipe.costing.attention import Latent, Window
+from megatron_dynapipe.costing.hugging_face import MOST_SIZE, megatron_flags
+from megatron_dynapipe.costing.pattern import EXPERTS, evaluated, expert_modules
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MOST_SIZE)]
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
@@ -28,6 +29,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         per_token: that a token goes to.
         ffn: width of one.
         shared_ffn: width of the one that all tokens go through; 0 for none.
+        shared_gate: whether each token scales what that one puts out.
         layers: indices of the layers that have them, where others have one network; empty where all have them.
     """
 
@@ -35,6 +37,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     per_token: _AtLeastOne
     ffn: _AtLeastOne
     shared_ffn: _AtLeastZero = 0
+    shared_gate: bool = False
     layers: tuple[_AtLeastZero, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             per_token=args.get("moe_router_topk") or 2,
             ffn=args.get("moe_ffn_hidden_size") or _ffn(args),
             shared_ffn=args.get("moe_shared_expert_intermediate_size") or 0,
+            shared_gate=bool(args.get("moe_shared_expert_gate")),
             layers=expert_modules(pattern)
             if pattern
             else expert_layers(args.get("moe_layer_freq", 1), args["num_layers"]),
@@ -67,33 +71,12 @@ def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[in
     Raises:
         ConfigError: it is none of these, is not of as many layers, or names none.
     """
-    pattern = _evaluated(frequency) if isinstance(frequency, str) else frequency
+    pattern = evaluated(frequency) if isinstance(frequency, str) else frequency
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
         pattern = [int(layer % pattern == 0) for layer in range(layers)]
     if not isinstance(pattern, Sequence) or len(pattern) != layers or not any(pattern):
         raise ConfigError(f"moe-layer-freq: expected a number or a list of {layers}, got {frequency!r}")
     return () if all(pattern) else tuple(layer for layer, has in enumerate(pattern) if has)
-
-
-def _evaluated(text: str) -> Any:
-    """The value of lists of numbers, added and multiplied; None where it is something else."""
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
-                return number
-            case ast.List(elts=elements):
-                return [value(element) for element in elements]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant() as right):
-                return (value(left) * value(right))[:MOST_LAYERS]
-        raise TypeError
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError):
-        return None
 
 
 def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, Any]:
@@ -121,6 +104,9 @@ def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[st
         "qk_norm": bool(args.get("qk_layernorm")),
         "tied": not args.get("untie_embeddings_and_output_weights"),
         "rotary": kind in ("rope", "yarn"),
+        "latent": Latent.of_megatron(args),
+        "window": Window.of_megatron(args),
+        "sinks": args.get("softmax_type") == "learnable",
         "positions": positions if kind == "learned_absolute" else 0,
         "relative_buckets": buckets if kind == "relative" else 0,
         "keeps_scores": is_local and args.get("dynapipe_attention") == "megatron",
@@ -182,6 +168,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         biases: of all products in layers; `qkv_bias`: of those of queries, keys and values also without the others.
         rotary: rotary positions, so that queries and keys are kept as they were and rotated.
         qk_norm: norms of every head's queries and keys.
+        latent: compressed queries, keys and values, of channels of their own in place of `kv_channels`.
+        window: of layers whose positions attend to the latest ones alone; None where all attend to all before them.
+        sinks: of every head, to which its positions attend besides.
         tied: whether the head's weight is the word embeddings'.
         positions: rows of learned position embeddings; 0 for other positions.
         relative_buckets: of a T5's tables of relative biases; 0 for none.
@@ -206,6 +195,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     qkv_bias: bool = False
     rotary: bool = False
     qk_norm: bool = False
+    latent: Latent | None = None
+    window: Window | None = None
+    sinks: bool = False
     tied: bool = True
     positions: _AtLeastZero = 0
     relative_buckets: _AtLeastZero = 0
@@ -232,12 +224,25 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def query_channels(self) -> int:
         """Channels of a position's queries in one layer."""
-        return self.heads * self.kv_channels
+        return self.heads * (self.kv_channels if self.latent is None else self.latent.key_channels)
+
+    @property
+    def attended_channels(self) -> int:
+        """Channels of what a position's attention puts out in one layer."""
+        return self.heads * (self.kv_channels if self.latent is None else self.latent.value_channels)
 
     @property
     def key_value_channels(self) -> int:
-        """Channels of a position's keys in one layer; its values have as many."""
+        """Channels of a position's keys in one layer; its values have as many, or it is the mean of both."""
+        if self.latent is not None:
+            return (self.query_channels + self.attended_channels) // 2
         return (self.query_groups or self.heads) * self.kv_channels
+
+    def seen(self, positions: Floats) -> Floats:
+        """Keys that a position of a sample attends to, in the mean; where a kernel masks half of all, both halves."""
+        if self.window is None or self.keeps_scores:
+            return positions
+        return self.window.seen(positions)
 
     @property
     def kinds(self) -> int:
@@ -254,7 +259,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Width of a feed-forward network of two matrices that multiplies as often as a layer's."""
         width, router = self.ffn, 0
         if self.experts is not None:
-            width, router = self.experts.per_token * self.experts.ffn + self.experts.shared_ffn, self.experts.count
+            width = self.experts.per_token * self.experts.ffn + self.experts.shared_ffn
+            router = self.experts.count + self.experts.shared_gate
         return round((width * (3 if self.gated else 2) + router) / 2)
 
     @property
@@ -289,9 +295,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def attention_parameters(self, tensor_parallel: int) -> int:
         """The parameters of one attention with the norm before it."""
         h, a, g = self.hidden, self.query_channels, self.key_value_channels
-        sharded = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g)
-        whole = self.norm_parameters(h) + self.biases * h + self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
-        return sharded // tensor_parallel + whole + self.adapter_parameters(ATTENTION_LINEARS, tensor_parallel)
+        whole = self.norm_parameters(h) + self.biases * h + self.adapter_parameters(ATTENTION_LINEARS, tensor_parallel)
+        if (latent := self.latent) is not None:
+            sharded = latent.expanding(h, self.heads) + h * self.attended_channels
+            whole += latent.compressing(h)
+            whole += latent.normed * sum(self.norm_parameters(rank) for rank in (latent.query_rank, latent.rank))
+        else:
+            sharded = h * (2 * a + 2 * g) + (self.biases or self.qkv_bias) * (a + 2 * g) + self.sinks * self.heads
+            whole += self.qk_norm * 2 * self.norm_parameters(self.kv_channels)
+        return sharded // tensor_parallel + whole
 
     def mlp_parameters(self, tensor_parallel: int) -> int:
         """The parameters of a layer's feed-forward network, or router and experts, with the norm before them."""
@@ -299,7 +311,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.experts is None:
             return norm + self._network_parameters(self.ffn, tensor_parallel)
         shared = self.experts.shared_ffn and self._network_parameters(self.experts.shared_ffn, tensor_parallel)
-        return norm + self.expert_parameters(tensor_parallel) + shared + self.experts.count * self.hidden
+        router = (self.experts.count + self.experts.shared_gate) * self.hidden
+        return norm + self.expert_parameters(tensor_parallel) + shared + router
 
     def expert_parameters(self, tensor_parallel: int) -> int:
         """The parameters of a layer's experts together; 0 where there are none."""
@@ -324,8 +337,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         h = self.hidden
         a = self.query_channels
         g = self.key_value_channels
-        if linear in ATTENTION_LINEARS:
-            return [(h, a + 2 * g, 1) if linear == "linear_qkv" else (a, h, 1)]
+        if linear == "linear_proj":
+            return [(self.attended_channels, h, 1)]
+        if linear == "linear_qkv":
+            return [(h, a + 2 * g, 1)] if self.latent is None else []
         networks = [(self.ffn, 1)]
         if self.experts is not None:
             networks = [(self.experts.ffn, self.experts.per_token), (self.experts.shared_ffn, 1)]

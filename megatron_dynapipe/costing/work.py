@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_dynapipe.core.costs import Floats
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Linear
+from megatron_dynapipe.costing.attention import Latent
 from megatron_dynapipe.costing.shape import ModelShape
 
 _FP32_BYTES = 4
@@ -94,6 +95,8 @@ class LayerWork:
     def self_attention(self, b: Floats, q: Floats) -> Workload:
         """The attention half of an encoder layer, or a decoder-only one."""
         shape = self.shape
+        if shape.latent is not None:
+            return self._adapted(self._latent_attention(b, q, shape.latent), b * q, ATTENTION_LINEARS)
         a, g = shape.query_channels, shape.key_value_channels
         copied = a if 1 < shape.query_groups < shape.heads and (shape.qk_norm or not shape.rotary) else 0
         turned = a + g if shape.rotary or shape.qk_norm else 0
@@ -105,6 +108,26 @@ class LayerWork:
     def decoder_attention(self, b: Floats, t: Floats, s: Floats) -> Workload:
         """The attention half of a decoder layer: over its own t positions, then over s of the encoder's output."""
         return self.self_attention(b, t).then(self._attention(b, t, s))
+
+    def _latent_attention(self, b: Floats, q: Floats, latent: Latent) -> Workload:
+        """Attention with compressions, of which sequence parallelism alone divides the work and what it keeps."""
+        shape, positions = self.shape, b * q
+        h, o = shape.hidden, shape.attended_channels
+        divided = 1 if self.sequence_parallel else self.tensor_parallel
+        inside = shape.score_copies(biased=False) * positions * q * shape.heads
+        return self._work(
+            linear=positions * (latent.expanding(h, shape.heads) + o * h + latent.compressing(h) * divided),
+            pairs=positions * shape.seen(q),
+            inside=inside + positions * shape.heads * _FP32_BYTES / self.element_bytes * (not shape.keeps_scores),
+            shared=positions
+            * (
+                (shape.norm_copies + 1 + shape.hidden_masks) * h + 2 * (latent.query_rank + latent.rank) + latent.rotary
+            ),
+            split=positions * 2 * (shape.query_channels + o),
+            inputs=positions * h,
+            messages=positions * h,
+            kernels=0.7,
+        )
 
     def _attention(
         self, b: Floats, q: Floats, k: Floats, *, more: Floats | float = 0.0, biased: bool = False
@@ -121,7 +144,7 @@ class LayerWork:
             )
         return self._work(
             linear=queries * 2 * h * a + keys * 2 * h * g,
-            pairs=pairs,
+            pairs=queries * shape.seen(k),
             inside=inside,
             shared=queries * (shape.norm_copies + 1 + shape.hidden_masks) * h,
             split=queries * 2 * a + keys * 2 * g + more,
@@ -220,7 +243,7 @@ class LayerWork:
         return Workload(
             linear_flops=2 * linear / tp,
             frozen_flops=like,
-            core_flops=like + 4 * pairs * self.shape.query_channels / tp,
+            core_flops=like + 2 * pairs * (self.shape.query_channels + self.shape.attended_channels) / tp,
             shared_bytes=like + shared / shared_ranks * size,
             split_bytes=like + (split + ffn) / tp * size,
             ffn_bytes=like + ffn / tp * size,

@@ -55,6 +55,12 @@ STUBS: tuple[Stub, ...] = (
     *_row("torch.cuda", "stream", stubs.always(stubs.Scope), "DDP is built on a stream of its own"),
     *_row("torch.cuda", "set_stream", stubs.always(stubs.nothing), "initialize_megatron, for captured graphs"),
     *_row("torch.cuda", "is_current_stream_capturing", stubs.returning(False), "optimizers ask before each step"),
+    *_row(
+        "torch.accelerator",
+        "is_available",
+        stubs.returning(False),
+        "asks torch.cuda; optimizers of PyTorch 2.13 and later then ask a driver for its current stream",
+    ),
     # Random state: dropouts draw from the CPU's generator, so it is the device's too.
     *_row("torch.cuda", "get_rng_state", stubs.always(stubs.get_rng_state), "the tracker's regions, checkpoints"),
     *_row("torch.cuda.random", "get_rng_state", stubs.always(stubs.get_rng_state), "the tracker's regions"),

@@ -40,6 +40,11 @@ def checksums_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".crc32.npy")
 
 
+def lost_path(prefix: Path) -> Path:
+    """Where a split keeps what was not written of samples: uint64[samples], a bit for each of the manifest's names."""
+    return prefix.with_name(prefix.name + ".lost.npy")
+
+
 def manifest_path(folder: Path) -> Path:
     """Where a dataset folder describes itself."""
     return folder / "manifest.json"
@@ -54,7 +59,7 @@ def names_of(folder: Path, split: str) -> tuple[Path, ...]:
     """All files that a split may have."""
     prefix = folder / split
     arrays = task_ids_path(folder, split), checksums_path(prefix), spans_path(prefix), ends_path(prefix)
-    return data_path(prefix), index_path(prefix), *arrays
+    return data_path(prefix), index_path(prefix), *arrays, lost_path(prefix)
 
 
 def check_files(folder: Path, splits: Iterable[str], manifest: Mapping[str, FileDigests]) -> dict[str, str]:

@@ -7,6 +7,8 @@
          {train,valid,test}.crc32.npy          uint32[samples], each sample's checksum (may be absent)
          {train,valid,test}.spans.npy          int64[m, 3], (sample, first, end): parts of inputs to be learned, too,
                                                as earlier turns of a conversation (absent where there are none)
+         {train,valid,test}.lost.npy           uint64[samples], a bit for each of the first names in
+                                               `DatasetMeta.not_written` that a sample's row has (may be absent)
          {train,valid,test}.ends.npy           uint8[2·samples], of every input and target how many of its last tokens
                                                one family of models has apart (`sampling.lengths.ends_path`)
 """
@@ -56,6 +58,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         read: samples that the sources gave, by task; they are in `samples` or in `skipped`.
         skipped: samples that were left out, by reason.
         truncated: samples that lost tokens, by task.
+        not_written: what rows have and their templates do not write, in words, counted.
         rates: how often each task is drawn in training, where not by its size.
         sides: where inputs lose tokens that are too long for a run, by task, of tasks of which it is not their end.
         loss: which tokens of decoder-only samples count if nothing else is asked for: "targets", what the model will
@@ -81,6 +84,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     read: dict[str, Count] = {}
     skipped: dict[str, Count] = {}
     truncated: dict[str, Count] = {}
+    not_written: dict[str, Count] = {}
     rates: dict[str, Rate] = {}
     sides: dict[str, TruncationSide] = {}
     loss: Literal["targets", "everything"] = "everything"

@@ -32,7 +32,9 @@ class ControlGroup:
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "it has all ranks"
+        self.group = group
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 

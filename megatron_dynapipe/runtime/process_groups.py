@@ -11,6 +11,10 @@ import torch.distributed as dist
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.instructions import Channel, Payload, channel_of
 
+PAIRWISE_NCCL = "nccl-lazy" if hasattr(dist.distributed_c10d, "ProcessGroupNCCLLazy") else "nccl"
+"""The backend with a communicator, and so a stream, for each pair of ranks: no transfer waits for another's.
+
+From PyTorch 2.15 on `nccl` has one for a whole group, and binds the default group to a device."""
 TRANSFER_BLOCKS = 8
 """Thread blocks of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
 
@@ -53,7 +57,8 @@ def make_groups(
         Those of the pipeline this rank is in, or None if it is in none.
 
     Raises:
-        ConfigError: the default process group is bound to a device, whose NCCL groups have one stream each.
+        ConfigError: the default process group is bound to a device, whose NCCL groups before PyTorch 2.15 have one
+            stream each.
     """
     check_unbound(backend, getattr(dist.group.WORLD, "bound_device_id", None))
     joined: PipelineGroups | None = None
@@ -80,7 +85,8 @@ def group_of_each(
         lists: a rank is in one of them at most.
         backend: gloo or nccl; None takes the default group's.
         timeout_s: deadline of every operation; None takes torch's.
-        for_transfers: over NCCL, a pending operation occupies `TRANSFER_BLOCKS` thread blocks at most.
+        for_transfers: over NCCL, each pair of ranks has a communicator, and a pending operation occupies
+            `TRANSFER_BLOCKS` thread blocks at most.
 
     Returns:
         That of the list this rank is in; None where it is in none, or alone.
@@ -89,8 +95,13 @@ def group_of_each(
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     for ranks in lists:
         if len(ranks) > 1:
-            options = _few_blocks(timeout) if for_transfers and backend == "nccl" else None
-            group = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
+            pairwise = for_transfers and backend == "nccl"
+            group = dist.new_group(
+                list(ranks),
+                backend=PAIRWISE_NCCL if pairwise else backend,
+                timeout=timeout,
+                pg_options=_few_blocks(timeout) if pairwise else None,
+            )
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in it"
                 joined = group
@@ -108,10 +119,10 @@ def _few_blocks(timeout: datetime.timedelta | None) -> object:
 def check_unbound(backend: str, device: torch.device | None) -> None:
     """Refuse groups over NCCL under a default group that is bound to a device: `init_process_group(device_id=…)`.
 
-    Such groups have one communicator and one stream for all their pairs of ranks, so that sends wait behind
-    receives; without, each pair has its own.
+    Before PyTorch 2.15 such groups have one communicator and one stream for all their pairs of ranks: sends wait behind
+    receives.
     """
-    if backend == "nccl" and device is not None:
+    if backend == PAIRWISE_NCCL == "nccl" and device is not None:
         raise ConfigError(
             f"expected a default process group that is not bound to a device, got one bound to {device}: sends and "
             "receives of a stage would wait for each other",
@@ -144,10 +155,11 @@ def warm_up(groups: PipelineGroups, device: torch.device) -> None:
 def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
     """Have operations of all groups of this rank fail after `timeout_s` in the block, after `otherwise_s` behind it."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # until PyTorch 2.14
 
     def bound(seconds: float) -> None:
         for group in groups:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            set_timeout(datetime.timedelta(seconds=seconds), group)
 
     bound(min(timeout_s, otherwise_s))
     try:

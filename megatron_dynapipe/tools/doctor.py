@@ -14,6 +14,7 @@ from megatron_dynapipe import __version__
 from megatron_dynapipe.core.errors import DynaPipeError
 from megatron_dynapipe.extras import DISTRIBUTION, from_clone, missing
 from megatron_dynapipe.files import check_open_files
+from megatron_dynapipe.processes import package_path, run_guarded
 
 
 class Finding(NamedTuple):
@@ -36,6 +37,10 @@ KNOWN_PYTHONS = ((3, 12), (3, 13))
 
 OPTIONAL = ("data", "plots")
 """Extras without which training works."""
+
+TRIAL = (sys.executable, "-m", "megatron_dynapipe.tools.trial")
+TRIAL_TIMEOUT_S = 120.0
+WITH_OTHER_TORCH = f"install a PyTorch that README names; `{' '.join(('python', *TRIAL[1:]))}` says more"
 
 TO_TRAIN = from_clone("train")
 NOT_INSTALLED = "not installed (for training)"
@@ -114,6 +119,20 @@ def check_megatron() -> Finding:
         text = f"{version}, without its training loop"
         return Finding("fail", text, f"pip install '{PACKAGE}'")
     return Finding("ok", ", at ".join([f"{version}, with its training loop", *map(str, megatron_folders()[:1])]))
+
+
+def check_training() -> Finding:
+    """A step of the optimizer and packed attention, tried as a run calls them."""
+    from megatron_dynapipe.checkout.version import find_version
+
+    if _version("torch") is None or find_version() is None:
+        return Finding("absent", NOT_INSTALLED, TO_TRAIN)
+    status, lines = run_guarded(TRIAL, deadline_s=TRIAL_TIMEOUT_S, env=os.environ | {"PYTHONPATH": package_path()})
+    last = next((line for line in reversed(lines) if line and not line.startswith("hint: ")), "it printed nothing")
+    if status == 0:
+        return Finding("ok", last)
+    reason = f"it took more than {TRIAL_TIMEOUT_S:.0f} s" if status is None else last
+    return Finding("fail", f"a first step failed with PyTorch {_version('torch')}: {reason}", WITH_OTHER_TORCH)
 
 
 def check_compiler() -> Finding:
@@ -221,6 +240,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("torch", check_torch),
     ("device", check_device),
     ("megatron-core", check_megatron),
+    ("training", check_training),
     ("compiler", check_compiler),
     ("transformer-engine", check_layers),
     ("apex", check_apex),

@@ -126,7 +126,8 @@ def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = No
     tasks = [row(name, task_ids == index) for index, name in present]
     total = row("total", np.ones(len(lengths), np.bool_))
     asked = {} if longer_than is None else {"longer_than": longer_than}
-    return {"format": "dynapipe-data-stats/1", "split": split, **asked, "tasks": tasks, "total": total}
+    whole = {"tasks": tasks, "total": total, "not_written": meta.not_written}
+    return {"format": "dynapipe-data-stats/1", "split": split, **asked, **whole}
 
 
 def statistics_table(statistics: Mapping[str, Any], *, sort: str = "task") -> str:
@@ -154,6 +155,7 @@ def statistics_table(statistics: Mapping[str, Any], *, sort: str = "task") -> st
         lines.append(f"{_name(row['task'], width):<{width}}{counts}{f'{row["longer"]:>8}' if longer else ''}{cells}")
     if longer:
         lines.append(f"longer: samples of more than {most} tokens, input and target together")
+    lines += [f"not written: {name}: {count}" for name, count in statistics.get("not_written", {}).items()]
     return "\n".join(lines)
 
 

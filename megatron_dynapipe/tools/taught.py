@@ -13,10 +13,11 @@ import numpy as np
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.data.identity import lost_path
 from megatron_dynapipe.data.meta import open_split, read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn, learned
 from megatron_dynapipe.sampling import SpanTable
-from megatron_dynapipe.sampling.lengths import read_task_ids
+from megatron_dynapipe.sampling.lengths import read_array, read_task_ids
 from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 
 _COLOURED, _MARKED = ("\x1b[1;32m", "\x1b[0m"), ("⟦", "⟧")
@@ -31,18 +32,21 @@ class TaughtSample:
         given: tokens of the encoder's input; none of a decoder-only model.
         tokens: of a decoder-only sequence, or of the target, its end token included.
         learned: 1 for each of these that counts.
+        not_written: what its row has and its template does not write, in words.
     """
 
     task: str
     given: list[int]
     tokens: list[int]
     learned: list[int]
+    not_written: tuple[str, ...] = ()
 
     def row(self) -> dict[str, object]:
         """Its line of JSON."""
+        lost = {"not_written": self.not_written} if self.not_written else {}
         if self.given:
-            return {"task": self.task, "input": self.given, "target": self.tokens}
-        return {"task": self.task, "tokens": self.tokens, "learned": self.learned}
+            return {"task": self.task, "input": self.given, "target": self.tokens, **lost}
+        return {"task": self.task, "tokens": self.tokens, "learned": self.learned, **lost}
 
 
 def chosen_samples(folder: Path, split: str, task: str | None = None) -> list[int]:
@@ -77,17 +81,22 @@ def taught_samples(
     reader = open_split(folder, split, family)
     spans = SpanTable.read(folder / split)
     tasks = read_task_ids(folder, split, len(reader))
+    path = lost_path(folder / split)
+    lost = read_array(path, np.dtype("<u8"), len(reader)).tolist() if path.exists() else [0] * len(reader)
     for number in range(len(tasks)) if numbers is None else numbers:
         task = int(tasks[number])
+        names = tuple(name for at, name in enumerate(meta.not_written) if lost[number] >> at & 1)
         inputs, targets = (part.tolist() for part in reader[number])
         if family.is_encoder_decoder:
             target = [*targets, meta.eos_id]
-            yield TaughtSample(task=meta.tasks[task], given=inputs, tokens=target, learned=[1] * len(target))
+            counts = [1] * len(target)
+            yield TaughtSample(task=meta.tasks[task], given=inputs, tokens=target, learned=counts, not_written=names)
             continue
-        counts = learned(number, len(inputs), len(targets), LossOn(meta.loss), spans)
-        counts[0] = 0  # the first token is predicted by nothing
+        counting = learned(number, len(inputs), len(targets), LossOn(meta.loss), spans)
+        counting[0] = 0  # the first token is predicted by nothing
         tokens = [*inputs, *targets]
-        yield TaughtSample(task=meta.tasks[task], given=[], tokens=tokens, learned=counts.astype(int).tolist())
+        counts = counting.astype(int).tolist()
+        yield TaughtSample(task=meta.tasks[task], given=[], tokens=tokens, learned=counts, not_written=names)
 
 
 def sample_printer(folder: Path, *, coloured: bool) -> Callable[[TaughtSample], str]:
@@ -112,6 +121,7 @@ def sample_printer(folder: Path, *, coloured: bool) -> Callable[[TaughtSample], 
             parts.append(f"{before}{part}{after}" if counts else part)
         given = f"{text(sample.given)}  →  " if sample.given else ""
         count = f"{len(sample.given) + len(sample.tokens)} tokens, {sum(sample.learned)} learned"
-        return f"[{sample.task}: {count}]\n{given}{''.join(parts)}\n"
+        lost = "".join(f"[not written: {name}]\n" for name in sample.not_written)
+        return f"[{sample.task}: {count}]\n{given}{''.join(parts)}\n{lost}"
 
     return printed

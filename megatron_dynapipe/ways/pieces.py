@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_dynapipe.core.batch import Samples, round_up_all
-from megatron_dynapipe.core.costs import ABSENT, ATTENTION, HEAD, MLP, CostTables, Quantity
+from megatron_dynapipe.core.costs import ABSENT, ATTENTION, EXPERT_MLP, HEAD, MLP, CostTables, Quantity
 from megatron_dynapipe.core.partition import OrderedPartitions, by_length
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.search import notice
@@ -98,7 +98,8 @@ def _linear_share(tables: CostTables) -> float:
     """v / g of a layer's time T(l) = u + v l + g l²; large where attention counts for little."""
     g = sum(pair / unit / 2 for _, _, pair, unit in prefix_costs(tables)[:2])
     values = tables.values if tables.separate is None else tables.separate
-    times = values[:2, [Quantity.FORWARD, Quantity.BACKWARD], 0, :, 0].reshape(4, -1)  # of attention and MLP
+    modules = [tables.kinds.index(ATTENTION), tables.kinds.index(EXPERT_MLP if EXPERT_MLP in tables.kinds else MLP)]
+    times = values[modules][:, [Quantity.FORWARD, Quantity.BACKWARD], 0, :, 0].reshape(4, -1)  # of most layers
     feasible = np.flatnonzero((times != ABSENT).all(axis=0))
     if not len(feasible) or g <= 0:
         return 1e12
@@ -160,8 +161,9 @@ class CutSamples:
 
 
 def can_cut(problem: BatchProblem) -> bool:
-    """Whether costs of pieces are known: those of models whose layers are alike and whose keys were counted."""
-    return all(tables.kinds == (ATTENTION, MLP, HEAD) and tables.key_value_channels > 0 for tables in problem.modes)
+    """Whether costs of pieces are known: those of decoder-only models whose keys were counted."""
+    known = ((ATTENTION, MLP, HEAD), (ATTENTION, MLP, EXPERT_MLP, HEAD))
+    return all(tables.kinds in known and tables.key_value_channels > 0 for tables in problem.modes)
 
 
 def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> list[int]:

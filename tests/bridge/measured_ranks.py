@@ -1,17 +1,25 @@
 """What the rank of the tests of measured adapters runs."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.training.global_vars import unset_global_variables
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dynapipe.bridge.recipe import model_shape
+from megatron_dynapipe.cli.model_config import read_model
+from megatron_dynapipe.config import load_yaml, words_of
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import ModelShape
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, Adapters, Kind
+from megatron_dynapipe.costing.recipe import measured_flags
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.profiling.layers import build_parts
 from megatron_dynapipe.integration.profiling.setup import prepared
+from tests.helpers.bridge_runs import make_model, recipe
 
 SIZE = 2
 LENGTH = 64
@@ -31,6 +39,33 @@ FLAGS = [
     *("--no-rope-fusion", "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion"),
     *("--train-iters", "1", "--lr", "1", "--eval-interval", "1"),
 ]
+
+
+def built(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """FLOPs of layers that recipes' providers build, by family and kind of layer: as PyTorch and as costs count."""
+    return {family: _of_family(Path(folder, family), family) for family in families}
+
+
+def _of_family(folder: Path, family: str) -> dict[str, list[float]]:
+    config = recipe(make_model(folder, family))
+    path = folder / "recipe.yaml"
+    config.to_yaml(str(path))
+    file = read_model(path)
+    shape = model_shape(config, on_cpu=False)
+    work = {"encoder": LayerWork(shape=shape.dense), "expert": LayerWork(shape=shape)}
+    found = {}
+    with prepared(words_of(measured_flags(load_yaml(path))), file.model) as setup:
+        parts = build_parts(setup.model, setup.device, chained=1, recipe=path)
+        for kind in ("encoder", "expert"):
+            if kind in parts:
+                computed = work[kind].encoder(np.array(float(SIZE)), np.array(8.0))  # no longer than windows
+                forward = parts[kind].prepare((SIZE, 8))
+                with FlopCounterMode(display=False) as counter:
+                    forward()
+                flops = counter.get_total_flops() / parts[kind].layers
+                found[kind] = [flops, float(computed.linear_flops + computed.core_flops)]
+    unset_global_variables()
+    return found
 
 
 def counted(*, rank: int, world_size: int, kind: Kind, dim: int) -> dict[str, Any]:

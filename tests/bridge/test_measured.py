@@ -65,3 +65,18 @@ def test_a_measured_layer_multiplies_as_often_as_a_computed_one(tmp_path: Path, 
     assert result["trained"] == result["with buffers"]
     assert all(".adapter." in name or "magnitude" in name for name in result["trained"]["encoder"])
     assert result["trained"]["encoder"] and not result["trained"]["postprocess"]
+
+
+def test_a_recipe_s_own_layers_are_measured_and_multiply_as_often_as_computed_ones(tmp_path: Path) -> None:
+    """Grouped queries, norms of them, windows, sinks, latent attention, experts, shared ones, and dense layers."""
+    families = ["qwen3", "gemma3", "gptoss", "qwen3moe", "glm4moe", "deepseek3"]
+    job = jobs.Job("tests.bridge.measured_ranks:built", {"folder": str(tmp_path), "families": families}, 1)
+    (results,) = jobs.run_all([job], tmp_path, engine=True, preloaded=RUNS)
+    assert not isinstance(results, str), results
+    (result,) = results
+    assert {family: sorted(kinds) for family, kinds in result.items() if len(kinds) > 1} == {
+        family: ["encoder", "expert"] for family in ("glm4moe", "deepseek3")
+    }
+    for family, kinds in result.items():
+        for kind, (measured, computed) in kinds.items():
+            assert measured == pytest.approx(computed, rel=0.01), (family, kind)

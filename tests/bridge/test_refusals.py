@@ -25,6 +25,9 @@ class T5ModelProvider(SimpleNamespace):
     """Likewise."""
 
 
+EXPERTS = {"model__num_moe_experts": 4}
+
+
 def recipe(**changes: Any) -> Any:
     """The parts of a recipe that are looked at, with some attributes changed: `model__fp8="hybrid"`."""
     model = {"seq_length": 64, "pipeline_model_parallel_size": 2}
@@ -50,6 +53,9 @@ def recipe(**changes: Any) -> Any:
 
 def test_a_recipe_that_asks_for_none_of_it_passes() -> None:
     check_recipe(recipe())
+    check_recipe(recipe(model__moe_router_load_balancing_type="sinkhorn", model__moe_expert_capacity_factor=1.0))
+    balanced = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "expert_model_parallel_size": 2}
+    check_recipe(recipe(**EXPERTS, **{f"model__{name}": value for name, value in balanced.items()}))
 
 
 @pytest.mark.parametrize(
@@ -68,15 +74,13 @@ def test_a_recipe_that_asks_for_none_of_it_passes() -> None:
         ({"ddp__use_megatron_fsdp": True}, "FSDP"),
         ({"dataset__enable_offline_packing": True}, "packed ahead of time"),
         ({"train__rampup_batch_size": [8, 8, 100]}, "rampup_batch_size"),
-        ({"model__expert_model_parallel_size": 2}, "expert parallelism"),
-        (
-            {
-                "model__num_moe_experts": 4,
-                "model__moe_router_load_balancing_type": "aux_loss",
-                "model__moe_aux_loss_coeff": 0.01,
-            },
-            "balance experts",
-        ),
+        ({**EXPERTS, "model__moe_router_load_balancing_type": "global_aux_loss"}, "balancing of experts"),
+        ({**EXPERTS, "model__moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "balancing of experts"),
+        ({**EXPERTS, "model__moe_expert_capacity_factor": 1.0}, "a capacity of experts"),
+        ({**EXPERTS, "model__moe_input_jitter_eps": 0.1}, "noise is drawn by micro-batch"),
+        ({**EXPERTS, "model__moe_token_dispatcher_type": "flex"}, "flex dispatchers"),
+        ({**EXPERTS, "model__moe_shared_expert_overlap": True}, "overlap with other work"),
+        ({"comm_overlap": SimpleNamespace(overlap_moe_expert_parallel_comm=True)}, "overlap with other work"),
         ({"logger__timing_log_level": 2}, "timing_log_level 2"),
         ({"inprocess_restart": SimpleNamespace(enabled=True)}, "in-process restarts"),
     ],

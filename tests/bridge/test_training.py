@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.cli.model_config import read_model
+from megatron_dynapipe.data.meta import read_meta, write_meta
 from tests.helpers.bridge_here import MARKS
 from tests.helpers.random_dataset import make_dataset
 from tests.helpers.rehearsal import jobs
@@ -22,6 +25,18 @@ FAMILIES = ("llama", "qwen3", "gemma3")
 SEVERAL = {"memory_limit_mb": 6.0}
 """So little memory that an iteration takes several micro-batches."""
 TWO = {"pipeline": 2}
+EVERYTHING = {"slices": 16, "split_backward": "on", "micro_batch_layouts": ["packed"]}
+ALL: dict[str, Any] = {"forced": EVERYTHING, **SEVERAL}
+"""Packed rows, samples cut into pieces, every backward pass divided."""
+WHOLE: dict[str, Any] = {"forced": {**EVERYTHING, "split_backward": "off"}, **SEVERAL}
+"""Likewise, for adapters, whose backward passes no plan divides."""
+HALVES = {"layers": "2.5,1.5"}
+SPLITS = {"llama": "2.5,1.5", "qwen3": "1.5,2.5", "gemma3": "recipe"}
+FORCED = (
+    *("llama two stages", "qwen3 two stages", "gemma3 two stages", "replicas", "tensor parallel", "virtual stages"),
+    *("virtual stages, halves", "half planned", "hybrid planned"),
+)
+FAULTS = ("no second halves", "kept keys off")
 LENGTH = 64
 SIZES = ("heads", "kv_channels", "query_groups", "ffn", "gated", "rms_norm", "biases", "rotary", "tied")
 EXACT = 1e-5
@@ -34,27 +49,32 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
     for family in FAMILIES:
         rows[family] = (1, False, {"model": family})
         rows[f"{family} planned"] = (1, True, {"model": family, **SEVERAL})
-        rows[f"{family} two stages"] = (2, True, {"model": family, **TWO, **SEVERAL})
+        rows[f"{family} two stages"] = (2, True, {"model": family, **TWO, **ALL, "layers": SPLITS[family]})
     rows |= {
-        "replicas": (2, True, {"model": "llama", "evaluations": 2}),
+        "replicas": (2, True, {"model": "llama", "evaluations": 2, **ALL}),
+        "tensor parallel": (2, True, {"model": "llama", "tensor": 2, **ALL}),
+        "virtual stages, halves": (2, True, {"model": "llama", **TWO, **ALL, "layers": "1.5,1,0.5,1"}),
+        "chosen": (2, True, {"model": "llama", **TWO, **SEVERAL, "layers": "auto"}),
+        **{fault: (2, True, {"model": "llama", **TWO, **ALL, "broken": fault}) for fault in FAULTS},
         "evaluated": (1, False, {"model": "llama", "evaluations": 2}),
-        "virtual stages": (2, True, {"model": "llama", **TWO, "virtual": 2, **SEVERAL}),
-        "saved": (2, True, {"model": "llama", **TWO, **SEVERAL, "iterations": 3, "save": "saved"}),
-        "resumed": (2, True, {"model": "llama", **TWO, **SEVERAL, "iterations": 5, "save": "saved"}),
+        "virtual stages": (2, True, {"model": "llama", **TWO, "virtual": 2, **ALL}),
+        "saved": (2, True, {"model": "llama", **TWO, **SEVERAL, **HALVES, "iterations": 3, "save": "saved"}),
+        "resumed": (2, True, {"model": "llama", **TWO, **SEVERAL, "layers": "auto", "save": "saved"}),
         "half": (1, False, {"model": "llama", "half": True}),
-        "half planned": (2, True, {"model": "llama", "half": True, **TWO}),
+        "half planned": (2, True, {"model": "llama", "half": True, **TWO, **ALL}),
         "hybrid": (2, False, {"model": "llama", "pattern": "*-*-|*-*-", **TWO}),
-        "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **SEVERAL}),
+        "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **ALL}),
         "lora": (2, False, {"model": "llama", **TWO, "lora": "saved"}),
-        "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **SEVERAL}),
+        "lora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", **WHOLE}),
         "dora": (2, False, {"model": "llama", **TWO, "lora": "saved", "dora": True}),
-        "dora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", "dora": True, **SEVERAL}),
+        "dora planned": (2, True, {"model": "llama", **TWO, "lora": "saved", "dora": True, **WHOLE}),
         "lora measured": (1, True, {"model": "llama", "lora": "saved", "calibrate_s": 2.0}),
         "chats planned": (1, True, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
         "chats": (1, False, {"model": "llama", "own_samples": "chats", "chats": True, "dataset": "kept-chats"}),
         "own planned": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
         "own": (1, False, {"model": "llama", "own_samples": "own", "dataset": "kept"}),
         "own, fewer": (1, True, {"model": "llama", "own_samples": "own", "dataset": "kept", "iterations": 2}),
+        "unmoved": (2, True, {"model": "llama", **TWO, **ALL, **HALVES, "still": True, "export": "unmoved"}),
         "exported": (1, True, {"model": "llama", "iterations": 2, "export": "exported"}),
     }
     return rows
@@ -65,6 +85,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each run has kept, by rank; an error's text of one that failed."""
     folder = tmp_path_factory.mktemp("bridge")
     make_dataset(folder / "data", 64, lengths=(1, 40), target=20)
+    write_meta(folder / "data", msgspec.structs.replace(read_meta(folder / "data"), loss="targets"))
     made = [jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": list(FAMILIES)}, 1)]
     rows = names()
     todo = [
@@ -116,9 +137,34 @@ def test_a_family_trains_as_without_plans(ran: dict[str, Any], family: str) -> N
     assert_same(last(ran, f"{family} two stages"), stock, within=EXACT)
 
 
-@pytest.mark.parametrize("layout", ["replicas", "virtual stages"])
+@pytest.mark.parametrize(
+    "layout", ["replicas", "tensor parallel", "virtual stages", "virtual stages, halves", "chosen"]
+)
 def test_a_layout_trains_as_one_rank(ran: dict[str, Any], layout: str) -> None:
     assert_same(last(ran, layout), last(ran, "llama"), within=EXACT)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_runs_do_what_they_are_forced_to(ran: dict[str, Any], name: str) -> None:
+    """Every rank leaves products to second halves and reads keys of earlier pieces; the last leaves rows out."""
+    for rank in ran[name]:
+        assert rank["seen"]["leave"] > 0
+        assert rank["seen"]["read"] >= rank["seen"]["add"] > 0  # the probe at the start reads, and adds nothing
+    assert last(ran, name)["packed"]
+    assert last(ran, name)["seen"]["left_out"] > 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(ran: dict[str, Any], fault: str) -> None:
+    """In the gradient norm of the first iteration, before any step: the comparisons above can fail."""
+    assert last(ran, fault)["losses"][0] == pytest.approx(last(ran, "llama")["losses"][0], rel=EXACT)
+    assert last(ran, fault)["norms"][0] != pytest.approx(last(ran, "llama")["norms"][0], rel=10 * EXACT)
+
+
+def test_half_layers_are_imported_and_exported_bit_by_bit(ran: dict[str, Any]) -> None:
+    before, after = (load_file(ran["folder"] / name / "model.safetensors") for name in ("llama", "unmoved"))
+    assert before.keys() == after.keys()
+    assert [name for name, weight in before.items() if not torch.equal(weight, after[name])] == []
 
 
 def test_a_hybrid_model_trains_as_without_plans(ran: dict[str, Any]) -> None:

@@ -143,9 +143,8 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num-layers": 4, "hidden-size": 64, "multi-latent-attention": True}, "for multi-latent-attention"),
-        ({"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type gemma2"),
-        ({**LLAMA, "model_type": "mistral", "sliding_window": 64, "max_position_embeddings": 99}, "sliding_window 64"),
+        ({"num-layers": 4, "hidden-size": 64, "mtp-num-layers": 2}, "for mtp-num-layers"),
+        ({"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type falcon"),
         ({"num-layers": 4, "hidden-size": 64}, "needs --num-attention-heads, --vocab-size"),
     ],
 )

@@ -22,6 +22,7 @@ from tests.helpers.simulated_device import DeviceMemoryError, DeviceStallError, 
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "benchmarks" / "throughput").glob("gpu_*.yaml")])
+RUN_FILES = [path for path in CONFIGS if path.parent.name == "configs"]
 CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
 
 GPUS = {
@@ -169,6 +170,20 @@ def test_a_config_parses_and_its_plans_fit_the_device(path, planned):
         assert run["links"] == {"a100_40gb": 100, "h100_80gb": 400}[file.stem]
         assert run["limit_bytes"] == read_cluster(file).memory_limit_bytes < DEVICE_MB[file.stem] * 10**6
         assert f"{gpus} GPUs" in path.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["plan", "tune", pytest.param("compare", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
+def test_a_run_file_is_all_that_commands_ask_for(path, command, tmp_path, monkeypatch, capsys):
+    """No flag of the model is given, and no dataset but that of the demo's own files."""
+    monkeypatch.chdir(ROOT)
+    lengths = {"input": [90, 60], "target": [20, 10]} if family(path) == "t5" else {"input": [110, 70]}
+    batches_file = tmp_path / "batches.json"
+    batches_file.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [{"id": "all", **lengths}]}))
+    layout = ["--devices", "1", "--workers", "1"] if command == "tune" else ["--pipeline-parallel", "1"]
+    argv = [command, "--batches", str(batches_file), "--cost-model", "analytic", "--model-config", str(path), *layout]
+    limits = ["--device-memory-limit", "4000000", "--search-evaluations", "0"]
+    assert main([*argv, *limits]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)

@@ -13,7 +13,8 @@ import pytest
 
 import megatron_dynapipe
 from megatron_dynapipe.cli.main import build_parser
-from megatron_dynapipe.integration.flags import command_line, megatron_flags
+from megatron_dynapipe.integration.flags import command_line
+from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,6 +30,7 @@ OF_OTHERS = {
     "git": "--first-parent",
     "valkey-server and redis-cli": "--bind --requirepass --maxmemory --maxmemory-policy --scan --pattern",
     "setup.py": "--inplace --force",
+    "Megatron's branches main and dev": "--sequence-packing-scheduler --dynamic-context-parallel",
     "mypy": "--strict",
     "scripts of benchmarks/ and examples/": (
         "--quick --demo --output --scale --part --all --check --write --seconds --ranks --minutes --batches --limit"
@@ -48,12 +50,19 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from options(command)
 
 
+def flags_of_megatron(rank: int = 0, world_size: int = 1) -> list[str]:
+    """All flags of the installed Megatron."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return [*options(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))]
+
+
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     run = argparse.ArgumentParser(allow_abbrev=False)
     command_line.add_arguments(run)
-    # The table has one name of each; where it is `--some_thing`, Megatron also takes `--some-thing`.
-    megatron = {flag.replace("_", "-") for flag in megatron_flags.decisions()}
+    # Where Megatron's name is `--some_thing`, it also takes `--some-thing`.
+    megatron = {flag.replace("_", "-") for flag in run_ranks(flags_of_megatron, 1)[0]}
     others = {flag for flags in OF_OTHERS.values() for flag in flags.split()}
     return {*options(build_parser()), *options(run), *megatron, *others}
 

@@ -3,7 +3,6 @@
 Imported by ranks with rehearsed devices (`tests.helpers.rehearsal`), in an environment that has Megatron-Bridge.
 """
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -12,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import msgspec
 import numpy as np
 import torch
 from megatron.bridge import AutoBridge
@@ -32,56 +29,51 @@ from megatron.core.utils import unwrap_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.bridge import certified as certify_worker
+from megatron_dynapipe.bridge import layers as layer_choice
 from megatron_dynapipe.bridge import planned
 from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
-from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-from megatron_dynapipe.integration.models.kept_keys import KeptPiece
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
+from tests.helpers.bridge_families import configuration
+from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
 LAYERS = 4
-_SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def make_model(folder: Path, family: str) -> Path:
     """A HuggingFace folder of random weights, with the tokenizer of `random_dataset`."""
     import transformers
 
-    of = {
-        "llama": lambda: transformers.LlamaConfig(**_SMALL, tie_word_embeddings=False),
-        "qwen3": lambda: transformers.Qwen3Config(**_SMALL, head_dim=16, tie_word_embeddings=True),
-        "gemma3": lambda: transformers.Gemma3TextConfig(
-            **_SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=16
-        ),
-    }
     word_tokenizer(folder, VOCABULARY)
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(1)
-    config = of[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(configuration(family), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
+
+
+_OF_EXPERTS = {
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_overlap": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_enable_expert_bias": False,
+    "mtp_num_layers": None,
+    "make_vocab_size_divisible_by": 128,
+}
+"""Of a model's experts: kernels that are rehearsed, and no terms."""
 
 
 def recipe(
@@ -91,6 +83,7 @@ def recipe(
     pipeline: int = 1,
     tensor: int = 1,
     virtual: int | None = None,
+    still: bool = False,
     lora: str | None = None,
     dora: bool = False,
     save: str | None = None,
@@ -99,13 +92,15 @@ def recipe(
     own_samples: str | None = None,
     chats: bool = False,
     pattern: str = "",
+    of_model: dict[str, Any] | None = None,
 ) -> Any:
     """A recipe of a small model, as a user would change one of Bridge's.
 
     Args:
         model: a HuggingFace folder.
         iterations: of training, in all.
-        pipeline, tensor, virtual: the layout.
+        pipeline, tensor, virtual: the layout; tensor-parallel ranks are sequence-parallel, too.
+        still: steps move nothing.
         lora: a checkpoint of Megatron's to train adapters on; None trains all weights.
         dora: the adapters are DoRA's in place of LoRA's.
         save: where checkpoints are saved, and loaded from if there is one.
@@ -114,6 +109,7 @@ def recipe(
         own_samples: a folder of JSON lines, as the recipe's own samples.
         chats: these are conversations.
         pattern: of a HybridModel of random weights, in place of the folder's model.
+        of_model: further attributes of the model.
     """
     config = _pretrain_common()
     bridge = AutoBridge.from_hf_pretrained(str(model), torch_dtype=torch.float32)
@@ -124,6 +120,10 @@ def recipe(
     _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
     provider.calculate_per_token_loss = True
+    for name, value in (_OF_EXPERTS if getattr(provider, "num_moe_experts", None) else {}).items():
+        setattr(provider, name, value)
+    for name, value in (of_model or {}).items():
+        setattr(provider, name, value)
     config.ddp.average_in_collective = False
     config.mixed_precision = "bf16_mixed" if half else None
     config.train.train_iters = iterations
@@ -131,6 +131,8 @@ def recipe(
     config.train.micro_batch_size = 1
     config.validation.eval_iters = evaluations
     _keep_short(config)
+    if still:
+        config.optimizer.lr = config.optimizer.min_lr = 0.0
     config.checkpoint.save = config.checkpoint.load = save
     config.checkpoint.save_interval = 2
     if lora is not None:
@@ -153,6 +155,7 @@ def _lay_out(provider: Any, pipeline: int, virtual: int | None, tensor: int) -> 
     provider.pipeline_model_parallel_size = pipeline
     provider.virtual_pipeline_model_parallel_size = virtual
     provider.tensor_model_parallel_size = tensor
+    provider.sequence_parallel = tensor > 1
 
 
 def _own_samples(folder: str, *, chats: bool) -> GPTSFTDatasetConfig:
@@ -239,10 +242,12 @@ class Kept(Callback):
             self._compare_exported(context.model)
 
     def _compare_exported(self, models: Any) -> None:
-        """Export the weights, and compute the logits of a few tokens there and here."""
+        """Export the weights, and on one rank compute the logits of a few tokens there and here."""
         import transformers
 
         AutoBridge.from_hf_pretrained(self._model).save_hf_pretrained(models, self._export)
+        if torch.distributed.get_world_size() > 1:
+            return
         tokens = torch.arange(3, 3 + LENGTH)[None]
         there = transformers.AutoModelForCausalLM.from_pretrained(self._export, dtype=torch.float32)
         with torch.no_grad():
@@ -313,6 +318,9 @@ def train(
     export: str | None = None,
     calibrate_s: float = 0.0,
     forced: dict[str, Any] | None = None,
+    multiple: int = 0,
+    layers: str = layer_choice.RECIPE,
+    broken: str = "",
     **layout: Any,
 ) -> dict[str, Any]:
     """On one rank: what a run `Kept`, and of a planned one micro-batches, and what was counted of its state.
@@ -326,6 +334,9 @@ def train(
         memory_limit_mb, calibrate_s: as `planned`.
         export: as `Kept`.
         forced: settings of plans in place of what is free to choose.
+        multiple: of the lengths of rows, without plans; 0 for one length.
+        broken: as `fault`.
+        layers: as `planned`, or layers per stage in place of what would be chosen.
         layout: as `recipe`.
     """
     torch.cuda.set_device(rank)
@@ -335,13 +346,19 @@ def train(
     loop = finetune if config.peft is not None else pretrain
     if not is_planned:
         found = dataset if own is None else str(next(Path(dataset).glob("samples-*")))
-        with stock(config, StockDataset(dataloader_type="external", folder=found, own=own)):
+        with stock(config, StockDataset(dataloader_type="external", folder=found, own=own, multiple=multiple)):
             loop(config=config, forward_step_func=forward_step, callbacks=[kept])
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
-    with planned(config, None if own is not None else dataset, **given) as run, _counting() as seen:
-        run._inputs_of = partial(_forcing, run._inputs_of, forced or {})
+    given["layers"] = layers if layers in layer_choice.LAYERS else layer_choice.AUTO
+    with (
+        chosen(layers),
+        fault(broken),
+        counting() as seen,
+        planned(config, None if own is not None else dataset, **given) as run,
+    ):
+        run.host._inputs_of = partial(forcing, run.host._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
     assert run.latest is not None
     assert run.inputs is not None
@@ -356,32 +373,6 @@ def train(
     }
     of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
     return kept.kept() | of_rows | counted | {"seen": dict(seen)}
-
-
-def _forcing(inputs_of: Any, forced: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
-    """What plans are made from, with settings that leave them no choice."""
-    inputs = inputs_of(*arguments, **keywords)
-    layouts = forced.get("micro_batch_layouts")
-    changed = forced | ({"micro_batch_layouts": tuple(map(BatchLayout, layouts))} if layouts else {})
-    return msgspec.structs.replace(inputs, planner=msgspec.structs.replace(inputs.planner, **changed))
-
-
-@contextlib.contextmanager
-def _counting() -> Iterator[collections.Counter[str]]:
-    """Counts what planned passes do that others do not."""
-    seen: collections.Counter[str] = collections.Counter()
-
-    def counting(name: str, method: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            seen[name] += 1
-            return method(*arguments, **keywords)
-
-        return call
-
-    with contextlib.ExitStack() as patched:
-        for owner, name in ((WeightHalves, "leave"), (KeptPiece, "read"), (KeptPiece, "add")):
-            patched.enter_context(mock.patch.object(owner, name, counting(name, getattr(owner, name))))
-        yield seen
 
 
 def _adapter(costs: AnalyticCosts | MeasuredCosts) -> int | str:

@@ -5,10 +5,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.runtime import process_groups
 from megatron_dynapipe.runtime.process_groups import check_unbound, group_of_each
 
+NEWEST = hasattr(dist, "ProcessGroupNCCLLazy")
 
-def test_groups_bound_to_a_device_are_refused():
+
+def test_groups_bound_to_a_device_are_refused_where_their_pairs_share_a_stream(monkeypatch):
+    monkeypatch.setattr(process_groups, "PAIRWISE_NCCL", "nccl-lazy")
+    check_unbound("nccl", torch.device("cuda", 1))
+    monkeypatch.setattr(process_groups, "PAIRWISE_NCCL", "nccl")
     with pytest.raises(ConfigError, match="not bound to a device, got one bound to cuda:1") as refused:
         check_unbound("nccl", torch.device("cuda", 1))
     assert "init_process_group without device_id" in refused.value.hint
@@ -29,6 +35,8 @@ def test_channels_take_few_of_a_devices_blocks(backend, monkeypatch):
     group_of_each([[0, 1]], backend=backend, timeout_s=7, for_transfers=True)
     group_of_each([[0, 1]], backend=backend, timeout_s=7)
     few, other = (options["pg_options"] for options in made)
+    assert made[0]["backend"] == ("nccl-lazy" if NEWEST and backend == "nccl" else backend)
+    assert made[1]["backend"] == backend
     assert other is None, "collectives take what NCCL chooses"
     if backend == "gloo":
         assert few is None

@@ -14,14 +14,30 @@ from megatron_dynapipe.choosing.limits import limits
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
-from megatron_dynapipe.core.costs import PREFIX_UNIT, Quantity
+from megatron_dynapipe.core.costs import (
+    ATTENTION,
+    EXPERT_MLP,
+    HEAD,
+    MLP,
+    PREFIX_UNIT,
+    CostTables,
+    IntArray,
+    Quantity,
+)
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanningError
 from megatron_dynapipe.core.network import CUDA_RULES
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, TableCostModel, even_layer_split
+from megatron_dynapipe.costing import (
+    A100_RATES,
+    AnalyticCostModel,
+    CostModel,
+    ModelShape,
+    TableCostModel,
+    even_layer_split,
+)
 from megatron_dynapipe.costing.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.sampling import GlobalBatch
@@ -244,7 +260,6 @@ def test_evaluations_and_samples_that_come_twice_stay_whole() -> None:
     ("changes", "said"),
     [
         ({"family": ModelFamily.T5, "decoder_layers": 32}, "every position of a T5's encoder attends to all of them"),
-        ({"expert_layers": (1,)}, "costs of pieces are known where all layers have experts, or none"),
         ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "pieces run in packed rows"),
     ],
 )
@@ -252,6 +267,57 @@ def test_pieces_where_there_can_be_none_are_refused(changes: dict[str, object], 
     with pytest.raises(ConfigError, match=said):
         settings(slices=512, **changes)
     assert not settings(slices="auto", **changes).may_cut
+
+
+def twice(values: IntArray) -> IntArray:
+    """Costs by kind, those of MLPs again as of experts."""
+    return np.concatenate([values[:2], values[1:]])
+
+
+class TwoKinds:
+    """The costs of a model with MLPs of two kinds, which cost the same."""
+
+    family, hidden_size, links, name, digest = GPT, 4096, {}, "two kinds", ""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+
+    def tables(self, *, tensor_parallel: int, recompute: Recompute) -> CostTables:
+        """All costs of MLPs twice."""
+        of = self._costs.tables(tensor_parallel=tensor_parallel, recompute=recompute)
+        rows = None
+        if of.packed is not None:
+            rows = replace(of.packed, linear=twice(of.packed.linear), attention=twice(of.packed.attention))
+        return replace(
+            of,
+            kinds=(ATTENTION, MLP, EXPERT_MLP, HEAD),
+            values=twice(of.values),
+            separate=None if of.separate is None else twice(of.separate),
+            packed=rows,
+            state=replace(of.state, modules={**of.state.modules, EXPERT_MLP: of.state.modules[MLP]}),
+        )
+
+
+@pytest.mark.parametrize("labels", [False, True], ids=["all positions", "labels"])
+@pytest.mark.parametrize("counted", [False, True], ids=["derived rows", "counted rows"])
+def test_pieces_cost_layers_with_experts_what_they_cost_others(counted: bool, labels: bool) -> None:
+    shape = ModelShape(family=GPT, hidden=4096, heads=32, kv_channels=128, ffn=16384, vocabulary=50000)
+    costs = AnalyticCostModel(shape, A100_RATES) if counted else COSTS
+
+    def of_rows(costs: CostModel, **changes: Any) -> list[Any]:
+        made = planner_of(settings(slices=1000, recompute=(Recompute.NONE,), **changes), costs)
+        samples = made.samples(batch(LENGTHS))
+        found = cut_batch(samples, made.problem(samples), 1000, 16, recompute=(Recompute.NONE,), element_bytes=2)
+        assert found is not None
+        problem = found.problem
+        if labels:
+            problem = replace(problem, labels=problem.input_positions // 2, label_experts=True)
+        members = list(np.arange(len(found.samples.ids)).reshape(-1, 1))
+        rows, covered = problem.costs_of(members, [BatchLayout.PACKED] * len(members), np.zeros(len(members), np.int64))
+        assert covered.all()
+        return [getattr(rows, name).tolist() for name in ("forward_ns", "backward_ns", "stored_bytes", "peak_bytes")]
+
+    assert of_rows(costs) == of_rows(TwoKinds(costs), expert_layers=range(1, 32))
 
 
 def test_a_batch_with_fewer_chains_than_replicas_is_planned_whole() -> None:

@@ -23,7 +23,7 @@ from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.bootstrap import prepare_environment
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.flags import command_line, fork
-from megatron_dynapipe.integration.flags.megatron_flags import own_actions
+from megatron_dynapipe.integration.flags.refusals import own_actions
 from megatron_dynapipe.integration.hooks import active_run, compatibility, optimizer_patches, replacements
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable

@@ -29,8 +29,8 @@ from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded
 from megatron_dynapipe.integration.entry.resumed_states import check_states
-from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
 from megatron_dynapipe.integration.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
+from megatron_dynapipe.integration.flags.trackers import RELEASE, TRACKER
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.settings import PlanInputs
 

@@ -24,6 +24,7 @@ from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
+from megatron_dynapipe.integration.equip.experts import equip_experts
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import gpt_step, t5_step
 from megatron_dynapipe.integration.flags import command_line, from_megatron
@@ -71,7 +72,13 @@ def gpt_run(
         set_stages(args, layout.layers_per_stage)
     run = run_type(Script(config, args), clock=clock)
     model = config.model
-    provider = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
+    build = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
+
+    def provider(**stage: Any) -> Any:
+        chunk = build(**stage)
+        equip_experts([chunk], saved=True)
+        return chunk
+
     return run, _pretrain_arguments(args, run, _agreeing(provider, flags, config), gpt_step)
 
 

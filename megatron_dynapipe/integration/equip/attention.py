@@ -16,12 +16,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.equip.subclass import become
 from megatron_dynapipe.integration.equip.told import Channel
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.engine_attention import has_fused_kernel
 from megatron_dynapipe.integration.models.kept_keys import KeptKeys
 from megatron_dynapipe.integration.models.packed_attention import attend_pieces_in_kernel
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
@@ -59,13 +61,14 @@ class RowsCore:
         """[t, 1, heads × channels] of a row."""
         if row.cuts:
             key, value = self.kept_keys.keep(key, value, row.starts(), row.cuts)
-        starts = row.starts()
+        queries = query.split(row.lengths_q)
+        keys = key.split(row.lengths_kv)
+        values = value.split(row.lengths_kv)
         parts = []
-        for segment, length in enumerate(row.lengths_q):
-            if length:
-                place = slice(starts[segment], starts[segment] + length)
-                keys, values = self._with_earlier(segment, key[place], value[place], row)
-                parts.append(self.attend_segment(attend, query[place], keys, values, **keywords))
+        for segment, its in enumerate(queries):
+            if len(its):
+                joined = self._with_earlier(segment, keys[segment], values[segment], row)
+                parts.append(self.attend_segment(attend, its, *joined, **keywords))
         return torch.cat(parts)
 
     def _with_earlier(self, segment: int, key: Tensor, value: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
@@ -77,19 +80,43 @@ class RowsCore:
         return torch.cat([*keys, key]), torch.cat([*values, value])
 
     def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
-        """Causal attention whose last query sees all keys: an explicit mask, with which a window's mask joins."""
-        later = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-        return attend(query, key, value, later.triu(1 + len(key) - len(query))[None, None], **keywords)
+        """Attention with an explicit mask, which a window's own joins; causal, the last query sees all keys."""
+        hidden = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+        later = 1 + len(key) - len(query) if _is_causal(keywords) else len(key)
+        return attend(query, key, value, hidden.triu(later)[None, None], **keywords)
 
 
 class EngineRowsCore(RowsCore):
-    """Transformer Engine's: one call in its format "thd", or, in fp32, for which that has no kernel, one a sample."""
+    """Transformer Engine's: one call in its format "thd" where that has a fused kernel, else one a sample.
+
+    Without a kernel it would compute all scores of the row, in fp32 nothing.
+
+    Attributes:
+        config: the layer's.
+        window_size: of this layer's own, which some models have in every other layer.
+    """
+
+    config: TransformerConfig
+
+    def has_kernel(self, query: Tensor, key: Tensor, value: Tensor, mask: str) -> bool:
+        """Whether there is one for rows of heads like these [t, 1, heads, channels]; says once where there is none."""
+        if query.element_size() != HALF:
+            return False
+        special: dict[str, Any] = {}
+        if value.size(-1) != query.size(-1):
+            special["head_dim_v"] = value.size(-1)
+        if (window := getattr(self, "window_size", None)) not in (None, (-1, 0), (-1, -1)):
+            special["window_size"] = tuple(window)
+        if self.config.softmax_type != "vanilla":
+            special["softmax_type"] = self.config.softmax_type
+        sizes = query.size(-2), key.size(-2), query.size(-1)
+        return has_fused_kernel(*sizes, query.dtype, mask, instead="samples are attended to one by one", **special)
 
     def attend_row(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
     ) -> Tensor:
         """As `RowsCore`."""
-        if query.element_size() != HALF:
+        if not self.has_kernel(query, key, value, _mask_name(row, keywords)):
             return super().attend_row(attend, query, key, value, row, **keywords)
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if row.cuts:
@@ -104,9 +131,13 @@ class EngineRowsCore(RowsCore):
 
     def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
         """By the mask's name, which hides from the bottom right where there are earlier keys."""
-        if len(query) != len(key):
+        if len(query) != len(key) and _is_causal(keywords):
             keywords |= {"attn_mask_type": AttnMaskType.causal_bottom_right}
         return attend(query, key, value, None, **keywords)
+
+
+def _is_causal(keywords: dict[str, Any]) -> bool:
+    return keywords.get("attn_mask_type") not in (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
 def _in_thd(row: PackedRow, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +152,12 @@ def _in_thd(row: PackedRow, keywords: dict[str, Any]) -> dict[str, Any]:
         max_seqlen_q=row.max_seqlen_q,
         max_seqlen_kv=row.max_seqlen_kv,
     )
-    mask = types.SimpleNamespace(name="padding_causal_bottom_right") if row.has_prefix else keywords["attn_mask_type"]
+    mask = types.SimpleNamespace(name=_mask_name(row, keywords))
     return {"packed_seq_params": row_in_thd, "attn_mask_type": mask}
+
+
+def _mask_name(row: PackedRow, keywords: dict[str, Any]) -> str:
+    return "padding" + "_causal" * _is_causal(keywords) + "_bottom_right" * row.has_prefix
 
 
 class SdpaRowsCore(RowsCore):

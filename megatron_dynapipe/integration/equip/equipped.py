@@ -6,11 +6,11 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_dynapipe.integration.equip.attention import equip_attention
+from megatron_dynapipe.integration.equip.experts import equip_experts, routers_of
 from megatron_dynapipe.integration.equip.labels import equip_labels
 from megatron_dynapipe.integration.equip.rotations import equip_rotations
 from megatron_dynapipe.integration.equip.told import NOTHING, Channel, Told
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
-from megatron_dynapipe.integration.models.experts import routers_of
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
 
 _MARK = "_dynapipe_equipped"
@@ -29,6 +29,7 @@ class Equipped:
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self.channel = Channel()
+        equip_experts(chunks)  # which rows the last layer takes depends on its router
         equip_attention(chunks, self.channel)
         equip_rotations(chunks, self.channel)
         equip_labels(chunks, self.channel)

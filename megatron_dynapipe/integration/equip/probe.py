@@ -13,7 +13,6 @@ random weights its share of a result may be lost in the rounding of half precisi
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_dynapipe.data.segments import CutSegment, causal_mask
-from megatron_dynapipe.integration.equip.attention import EngineRowsCore, RowsCore, cores_of
+from megatron_dynapipe.integration.equip.attention import HALF, EngineRowsCore, RowsCore, cores_of
 from megatron_dynapipe.integration.equip.equipped import Equipped
 from megatron_dynapipe.integration.equip.told import NOTHING, Told
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
@@ -42,6 +41,12 @@ Pass = Callable[[Tensor, Told], Tensor]
 """States or other inputs [positions, …] of what runs → results [positions, …]."""
 
 
+Measured = tuple[str, Pass, Tensor]
+"""What is measured, by name: what runs it, and its inputs [positions, …]."""
+Call = tuple[Any, tuple[Tensor, ...], dict[str, Any]]
+"""A core attention, and what its layer gives it: [positions, 1, heads, channels] each, and arguments."""
+
+
 @torch.no_grad()
 def lacking(chunks: Sequence[nn.Module], equipped: Equipped) -> tuple[str, str]:
     """Why a rank's chunks can take no packed rows, and why no pieces; each empty where they can.
@@ -51,13 +56,14 @@ def lacking(chunks: Sequence[nn.Module], equipped: Equipped) -> tuple[str, str]:
     packed = pieces = ""
     for chunk in unwrap_model(list(chunks)):
         with _evaluating(chunk):
-            for name, run, inputs, tell in (*_cores(chunk, equipped), *_chunk(chunk, equipped)):
-                whole, cut = _apart(run, inputs, tell)
+            calls = _calls(chunk)
+            for name, run, inputs in (*map(_core, calls), *_layers(chunk)):
+                whole, cut = _apart(run, inputs, equipped.tell)
                 allowed = ALLOWED[max(inputs.element_size(), min(ALLOWED))]
                 packed = packed or (f"{name} mixes samples of a row: {whole:.1e} apart" if whole > allowed else "")
                 pieces = pieces or (f"{name} counts a piece's positions anew: {cut:.1e} apart" if cut > allowed else "")
                 clear_kept_keys([chunk])
-        pieces = pieces or next(filter(None, (_unknown(core) for core, _ in cores_of([chunk]))), "")
+        pieces = pieces or next(filter(None, map(_uncut_because, calls)), "")
     return packed, packed or pieces
 
 
@@ -87,12 +93,11 @@ def _apart(run: Pass, inputs: Tensor, tell: Callable[[Told], None]) -> tuple[flo
     return median(packed[SHORT:], alone[1]), median(last[: LONG - CUT], alone[1][CUT:])
 
 
-def _chunk(chunk: Any, equipped: Equipped) -> Iterator[tuple[str, Pass, Tensor, Callable[[Told], None]]]:
+def _layers(chunk: Any) -> Iterator[Measured]:
     """The layers of a chunk, from random states."""
     if not len(chunk.decoder.layers):
         return
     config = chunk.config
-    like = next(chunk.parameters())
     tensor_parallel = parallel_state.get_tensor_model_parallel_group() if config.sequence_parallel else None
     masked = any(isinstance(core, DotProductAttention) for core, _ in cores_of([chunk]))
 
@@ -110,46 +115,64 @@ def _chunk(chunk: Any, equipped: Equipped) -> Iterator[tuple[str, Pass, Tensor, 
         whole = output if tensor_parallel is None else gather_from_sequence_parallel_region(output)
         return whole.float()
 
-    kind = next((type(layer).__name__ for layer in chunk.decoder.layers), "")
-    yield kind, run, _drawn((SHORT + LONG, 1, config.hidden_size), like), equipped.tell
+    shape = (SHORT + LONG, 1, config.hidden_size)
+    yield type(chunk.decoder.layers[0]).__name__, run, _drawn(shape, next(chunk.parameters()))
 
 
-def _cores(chunk: nn.Module, equipped: Equipped) -> Iterator[tuple[str, Pass, Tensor, Callable[[Told], None]]]:
-    """Each core attention by itself, with the shapes and the arguments with which its layer calls it."""
-    calls: dict[int, tuple[Any, tuple[Tensor, ...], dict[str, Any]]] = {}
-
-    def note(core: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        calls[id(core)] = core, arguments[:3], keywords
-
-    hooks = [core.register_forward_pre_hook(note, with_kwargs=True) for core, _ in cores_of([chunk])]
-    for _, run, inputs, _ in _chunk(chunk, equipped):
+def _calls(chunk: nn.Module) -> list[Call]:
+    """How each core attention of a chunk is called."""
+    calls: list[Call] = []
+    hooks = [
+        core.register_forward_pre_hook(
+            lambda core, arguments, keywords: calls.append((core, arguments[:3], keywords)), with_kwargs=True
+        )
+        for core, _ in cores_of([chunk])
+    ]
+    for _, run, inputs in _layers(chunk):
         run(inputs, NOTHING)
     for hook in hooks:
         hook.remove()
-    for core, tensors, keywords in calls.values():
-        sizes = [tensor.shape[2:].numel() for tensor in tensors]
-        run_core = partial(_run_core, core, [tensor.shape[2:] for tensor in tensors], sizes, keywords)
-        yield type(core).__name__, run_core, _drawn((SHORT + LONG, 1, sum(sizes)), tensors[0]), equipped.tell
+    return calls
 
 
-def _run_core(core: Any, shapes: Any, sizes: Any, keywords: dict[str, Any], inputs: Tensor, told: Told) -> Tensor:
-    parts = inputs.clone().split(sizes, dim=-1)
-    query, key, value = (part.unflatten(-1, shape).contiguous() for part, shape in zip(parts, shapes, strict=True))
-    masked = isinstance(core, DotProductAttention) and told.row is None
-    mask = causal_mask(len(inputs), inputs.device) if masked else None
-    output: Tensor = core(query, key, value, mask, **keywords)
-    return output.float()
+def _core(call: Call) -> Measured:
+    """A core attention by itself, of queries and keys whose scores are about 1."""
+    core, tensors, keywords = call
+    shapes = [tensor.shape[2:] for tensor in tensors]
+    sizes = [shape.numel() for shape in shapes]
+
+    def run(inputs: Tensor, told: Told) -> Tensor:
+        parts = zip(inputs.split(sizes, dim=-1), shapes, strict=True)
+        query, key, value = (part.unflatten(-1, shape).clone() for part, shape in parts)
+        masked = isinstance(core, DotProductAttention) and told.row is None
+        output: Tensor = core(
+            query, key, value, causal_mask(len(inputs), inputs.device) if masked else None, **keywords
+        )
+        return output.float()
+
+    return type(core).__name__, run, _drawn((SHORT + LONG, 1, sum(sizes)), tensors[0])
 
 
-def _unknown(core: Any) -> str:
-    """Why pieces are not given to a core attention whose own rules a few positions do not show; empty if it has none.
+def _uncut_because(call: Call) -> str:
+    """Why pieces are not given to a core attention, although a short one is right; empty if nothing speaks against it.
 
-    One that scales queries from a certain place on would do so from each piece's beginning.
+    One with rules of its own may scale queries from a certain place on, and would begin anew with every piece. Without
+    a fused kernel Transformer Engine keeps the scores of a piece with all keys before it.
     """
-    known = (RowsCore, EngineRowsCore, *RowsCore.__subclasses__())
-    own = next(kind for kind in type(core).__mro__ if kind not in known and "forward" in vars(kind))
-    ours = own.__module__.startswith(("megatron.core", "megatron_dynapipe", "transformer_engine"))
-    return "" if ours else f"{own.__name__} has rules of its own, which may count positions"
+    core, tensors, _ = call
+    mixins = (RowsCore, *RowsCore.__subclasses__())
+    own = next(kind for kind in type(core).__mro__ if kind not in mixins and "forward" in vars(kind))
+    if not own.__module__.startswith(_KNOWN):
+        return f"{own.__name__} has rules of its own, which may count positions"
+    if isinstance(core, EngineRowsCore) and tensors[0].element_size() == HALF:
+        query, key, value = tensors
+        has_kernel = core.has_kernel(query, key, value, "padding_causal_bottom_right")
+        return "" if has_kernel else "Transformer Engine has no fused attention for them"
+    return ""
+
+
+_KNOWN = ("megatron.core", "megatron_dynapipe", "transformer_engine")
+"""Packages whose core attention counts no positions."""
 
 
 def _drawn(shape: tuple[int, ...], like: Tensor) -> Tensor:

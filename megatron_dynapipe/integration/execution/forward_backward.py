@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.integration.equip.experts import forget_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import (
     ForwardStep,
     LoadMicroBatch,
@@ -24,7 +25,6 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
     WeightDone,
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
-from megatron_dynapipe.integration.models.experts import forget_iteration
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 

@@ -14,10 +14,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Pass
 from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.equip.experts import finish_iteration
 from megatron_dynapipe.integration.equip.told import NOTHING, Told
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.hooks.spans import pass_span
-from megatron_dynapipe.integration.models.experts import finish_iteration
 from megatron_dynapipe.integration.models.shared_weights import reduce_shared_gradients
 
 DeviceBatch = Mapping[str, Any]

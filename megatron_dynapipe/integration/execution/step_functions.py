@@ -19,11 +19,11 @@ from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import gathered
 from megatron_dynapipe.data.segments import RowSegments, causal_mask
 from megatron_dynapipe.integration.equip.attention import has_engine_attention
+from megatron_dynapipe.integration.equip.experts import routers_of
 from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
 from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by_task
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
-from megatron_dynapipe.integration.models.experts import routers_of
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage

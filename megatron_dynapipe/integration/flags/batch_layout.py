@@ -20,7 +20,6 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.problem import SplitBackward
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
-from megatron_dynapipe.costing import Experts
 from megatron_dynapipe.integration.flags.planning_flags import ADAPTIVE
 from megatron_dynapipe.integration.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.integration.models.relative_attention import LEAST_HEAD_SIZE
@@ -95,18 +94,9 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     reason = first_reason(
         (
             (family.is_encoder_decoder, "every position of a T5's encoder attends to all of them"),
-            (_engine_attention(args), "Transformer Engine's attention keeps no keys of earlier pieces"),
             (
                 bool(getattr(args, "num_experts", None)) and "seq_aux_loss" in args.moe_router_load_balancing_type,
                 "seq_aux_loss is of whole samples",
-            ),
-            (
-                (experts := Experts.of_megatron(vars(args))) is not None and experts.layers != (),
-                "costs of pieces are known where all layers have experts, or none",
-            ),
-            (
-                args.dynapipe_attention == "megatron" and not args.use_dynapipe,  # a patched checkout gets ours besides
-                "Megatron's local attention keeps no keys of earlier pieces",
             ),
             (
                 args.dynapipe_schedule != ADAPTIVE,
@@ -130,12 +120,6 @@ def undivided_because(args: argparse.Namespace) -> str:
     """Why a run has whole backward passes alone; empty where it need not."""
     return first_reason(
         (
-            (bool(args.use_dynapipe), "a patched checkout's layers compute all gradients together"),
-            (
-                args.transformer_impl != "local" and not args.gradient_accumulation_fusion,
-                "with --no-gradient-accumulation-fusion layers of Transformer Engine return gradients before they are "
-                "computed",
-            ),
             (
                 args.transformer_impl != "local" and HAVE_TRANSFORMER_ENGINE and not is_te_min_version("2.3.0"),
                 "Transformer Engine below 2.3 computes all gradients together",
@@ -182,25 +166,16 @@ def schedule(args: argparse.Namespace) -> ScheduleSettings:
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """The parts of a model that cannot take packed rows."""
     engine = _engine_attention(args)
-    patched = bool(args.use_dynapipe)
     relative = args.position_embedding_type == "relative"
     return (
-        (
-            not engine and not patched and args.dynapipe_attention == "megatron",
-            "Megatron's local attention takes no packed rows",
-        ),
-        (bool(getattr(args, "multi_latent_attention", False)), "multi-latent attention rotates by places in the row"),
         (args.position_embedding_type == "mrope", "multimodal rotary positions are given for whole rows"),
         (bool(getattr(args, "fused_single_qkv_rope", False)), "--fused-single-qkv-rope takes no packed rows"),
-        (getattr(args, "softmax_type", "vanilla") != "vanilla", "attention sinks take no packed rows"),
-        (getattr(args, "window_size", None) is not None, "sliding windows take no packed rows"),
         (
             not engine and not on_cpu and args.attention_dropout > 0,
             "PyTorch's attention over packed rows has no dropout, and --attention-dropout is "
             f"{args.attention_dropout:g}",
         ),
         (engine and relative, "Transformer Engine's attention over packed rows has no biases"),
-        (engine and not _is_half(args), "Transformer Engine's attention over packed rows is for fp16 and bf16"),
     )
 
 
@@ -210,9 +185,8 @@ def _packs_slowly(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[b
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
     biased = kernel and args.position_embedding_type == "relative"
-    unfused = engine and args.position_embedding_type == "rope" and not getattr(args, "apply_rope_fusion", True)
     return (
-        (unfused, "unfused rotary positions of Transformer Engine read offsets on the host in every layer"),
+        (engine and not _is_half(args), "Transformer Engine's attention over packed rows is for fp16 and bf16"),
         (engine, f"Transformer Engine's attention over packed rows has not been run yet; {FLAG} packed takes it"),
         (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
         (

@@ -15,9 +15,8 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.costing.pattern import EXPERTS, kinds_of_pattern
-from megatron_dynapipe.integration.flags import machine, megatron_flags
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.trackers import check_trackers
+from megatron_dynapipe.integration.flags import machine, refusals
+from megatron_dynapipe.integration.flags.trackers import TRACKER, check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
@@ -27,7 +26,7 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-    """Refuse what a planned run would not do as the flags say; say which of Megatron's, `known`, have no effect.
+    """Refuse what a planned run would not do as the flags say; `known` are Megatron's own arguments.
 
     Raises:
         ConfigError: names the flag, the reason and what to do.
@@ -38,11 +37,9 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
         "pass --dynapipe-data DIR; `megatron-dynapipe data demo --output DIR` makes one",
     )
     check_model(args, family)
-    without_effect = megatron_flags.check(args, family, known)
+    refusals.check(args, family, known)
     for row in _size_refusals(args):
         _refuse(*row)
-    if without_effect:
-        say(f"without effect on a planned run: {', '.join(without_effect)}")
     for row in _training_refusals(args):
         _refuse(*row)
     check_trackers(args)
@@ -108,11 +105,6 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
     yield from _expert_refusals(args, is_t5=is_t5)
     if args.hybrid_layer_pattern is not None and not is_t5:
         yield from _pattern_refusals(args)
-    yield (
-        args.optimizer not in ("adam", "sgd"),
-        f"--optimizer {args.optimizer}",
-        "plans leave room for the states of adam and sgd",
-    )
     yield (
         args.optimizer == "sgd" and bool(args.use_distributed_optimizer),
         "--use-distributed-optimizer with --optimizer sgd",

@@ -23,7 +23,6 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import fork
-from megatron_dynapipe.integration.flags.megatron_flags import own_actions
 from megatron_dynapipe.integration.flags.planning_flags import (
     MOST_REAL,
     TRAINING,
@@ -33,6 +32,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
+from megatron_dynapipe.integration.flags.refusals import own_actions
 from megatron_dynapipe.integration.hooks import vocabulary
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.outputs import is_first_rank, say

@@ -6,14 +6,24 @@ them: `fork.txt`. Those of the same name and meaning as here are not in it:
 `--dynapipe-reserve-all-memory`, `--tokens-per-global-batch`, `--train-epochs`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.flags.megatron_flags import under_headings
 
-NOT_TAKEN = {line: instead for instead, line in under_headings(Path(__file__).with_suffix(".txt"))}
+
+def _under_headings(file: Path) -> Iterator[tuple[str, str]]:
+    """(heading, line) of every indented line of a text; headings have no indent, and # begins a comment."""
+    heading = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            yield heading, line.strip()
+        elif line and not line.startswith("#"):
+            heading = line
+
+
+NOT_TAKEN = {line: instead for instead, line in _under_headings(Path(__file__).with_suffix(".txt"))}
 """The words to give in place of a flag, of a value of one ("--flag value"), or of a variable."""
 OTHER_VARIABLES = "DYNAPIPE_DEBUG_"
 """How the fork's further variables for finding errors begin; none has a counterpart."""

@@ -43,7 +43,7 @@ from megatron_dynapipe.integration.flags.model_record import model_fields, sched
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
 from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
-from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
+from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes, expert_ranks
 from megatron_dynapipe.integration.models.positions import Positions
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
@@ -164,7 +164,7 @@ def _planner(
     split = layer_split.layers_per_stage(args, model.family)
     limit_mb = args.dynapipe_device_memory_limit
     on_cpu = device.type == "cpu"
-    in_step = _expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
+    in_step = expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(
         model=model.stacks,
@@ -244,14 +244,8 @@ def state_bytes(args: argparse.Namespace) -> StateBytes:
         gradient=4 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize,
         optimizer=4 * (moments + is_half),  # the master copy of half-precision parameters
         optimizer_shards=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        expert_shards=stage_ranks // _expert_ranks(args) if args.use_distributed_optimizer else 1,
+        expert_shards=stage_ranks // expert_ranks(args) if args.use_distributed_optimizer else 1,
     )
-
-
-def _expert_ranks(args: argparse.Namespace) -> int:
-    """Neighbouring ranks of a stage that share experts, or tensor-parallel weights: whole replicas."""
-    sharing = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    return math.lcm(sharing, args.tensor_model_parallel_size)
 
 
 def _splits(args: argparse.Namespace, family: ModelFamily) -> tuple[SplitSettings, ...]:

@@ -1,6 +1,7 @@
 """How many layers the flags put on each virtual stage: ours, Megatron's, or a split that is planned."""
 
 import argparse
+from pathlib import Path
 
 import msgspec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -22,7 +23,7 @@ from megatron_dynapipe.costing.pattern import (
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.sampling import LastBatch
+from megatron_dynapipe.sampling import GlobalBatch, LastBatch, SamplerSettings
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
 
@@ -82,17 +83,22 @@ def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> LayerSplit:
         ConfigError: more stages than layers.
         PlanningError: none of the iterations can be planned.
     """
-    sampler = split_sampler(run.data, SplitSettings(name="train", sampler=run.sampler))
-    count = sampler.batches.count
-    batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
-    once = msgspec.structs.replace(run.sampler, samples_per_iteration=sampler.samples_per_epoch, task_rates=())
-    once = msgspec.structs.replace(once, tokens_per_iteration=None, epochs=None, last_batch=LastBatch.CONTINUE)
-    epoch = split_sampler(run.data, SplitSettings(name="train", sampler=once)).batch(0)
+    batches, epoch = first_batches(run.data, run.sampler)
     planner = run.planner
     even = even_layer_split(planner.model.layers, planner.layout.virtual_stages, halves=halves)
     settings = planner.with_layers_per_stage(even)
     more = MORE_CHUNKS if run.plans_chunks else ()
     return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)
+
+
+def first_batches(data: Path, settings: SamplerSettings) -> tuple[list[GlobalBatch], GlobalBatch]:
+    """A dataset's first batches, by which layers are split, and all of its samples as one, which have to fit."""
+    sampler = split_sampler(data, SplitSettings(name="train", sampler=settings))
+    count = sampler.batches.count
+    batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
+    once = msgspec.structs.replace(settings, samples_per_iteration=sampler.samples_per_epoch, task_rates=())
+    once = msgspec.structs.replace(once, tokens_per_iteration=None, epochs=None, last_batch=LastBatch.CONTINUE)
+    return batches, split_sampler(data, SplitSettings(name="train", sampler=once)).batch(0)
 
 
 def settle(args: argparse.Namespace, family: ModelFamily) -> None:
@@ -205,7 +211,11 @@ def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
     `--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`,
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
     """
-    config = megatron_config(args)
+    return layers_of_config(megatron_config(args))
+
+
+def layers_of_config(config: TransformerConfig) -> tuple[int, ...]:
+    """A GPT's layers per virtual stage in model order, as Megatron's configuration says."""
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout

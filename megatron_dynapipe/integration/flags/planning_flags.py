@@ -177,7 +177,7 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "default": 1.25,
             "metavar": "N",
             "help": "how many times the mean number of tokens the busiest of the ranks that share experts gets: plans"
-            " leave that much room and time for experts (default %(default)s)",
+            " leave that much room and time for experts (default 1.25)",
         },
     ),
 }
@@ -200,3 +200,8 @@ def add_planning_flags(
             names = [prefix + name, *([prefix + spelling] if spelling and prefix != TRAINING else [])]
             parser.add_argument(*names, **keywords)
     parser.set_defaults(**defaults)
+
+
+def defaults() -> dict[str, Any]:
+    """What the table's flags are where nobody gives them, by destination."""
+    return {name.replace("-", "_"): keywords.get("default") for name, (_, keywords) in _TABLE.items()}

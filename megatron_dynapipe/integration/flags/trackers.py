@@ -9,7 +9,11 @@ from pathlib import Path
 from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's, in the folder of checkpoints: the iteration of the last complete one."""
+RELEASE = "release"
+"""A tracker's word for a checkpoint that no run saved, and its folder's name."""
 
 _WRITTEN_LAST = ("metadata.json", "dynapipe.json")
 """Files of which a complete checkpoint has one."""

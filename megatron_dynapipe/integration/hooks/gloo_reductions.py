@@ -28,18 +28,10 @@ def one_by_one(group: Any, async_ops: bool) -> Iterator[_CoalescingManager]:
         yield works
     finally:
         state.pop(group, None)  # from here on operations of the group are done, not written down
-    for operation in asked:
-        if operation.op is dist.all_reduce:
-            works.append(dist.all_reduce(operation.tensor, op=operation.redop, group=group, async_op=True))
-        elif operation.op is dist.reduce_scatter_tensor:
-            scattered = dist.reduce_scatter_tensor(
-                operation.dst_tensor, operation.tensor, op=operation.redop, group=group, async_op=True
-            )
-            works.append(scattered)
-        else:
-            assert operation.op is dist.all_gather_into_tensor, operation.op
-            gathered = dist.all_gather_into_tensor(operation.dst_tensor, operation.tensor, group=group, async_op=True)
-            works.append(gathered)
+    for operation in asked:  # whose function has another name since PyTorch 2.13, but the same arguments
+        tensors = [tensor for tensor in (operation.dst_tensor, operation.tensor) if tensor is not None]
+        reduction = {} if operation.redop is None else {"op": operation.redop}
+        works.append(operation.op(*tensors, **reduction, group=group, async_op=True))
     if not async_ops:
         works.wait()
 

@@ -22,6 +22,7 @@ from megatron_dynapipe.integration.hooks import active_run, optimizer_patches
 from megatron_dynapipe.integration.hooks.active_run import PlannedRun
 from megatron_dynapipe.integration.hooks.extra_states import with_empty_states
 from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
+from megatron_dynapipe.integration.hooks.saved_tensors import without_strides
 from megatron_dynapipe.processes import set_parent_death_signal
 
 MOST_TASKS = 5
@@ -255,6 +256,13 @@ TABLE: tuple[Replacement, ...] = (
         parameters=("sharded_state_dict", "checkpoint_dir"),
         everywhere=True,
         why="stops where a checkpoint of local layers lacks the empty states of Transformer Engine's",
+    ),
+    Replacement(
+        owner="megatron.core.dist_checkpointing.strategies.torch.TorchDistLoadShardedStrategy",
+        name="load_tensors_metadata",
+        make=without_strides,
+        parameters=("self", "checkpoint_dir", "metadata"),
+        why="hands what PyTorch 2.15 says of a tensor's strides to torch.empty, which takes none",
     ),
     Replacement(
         owner="megatron.core.dist_checkpointing.strategies.filesystem_async",

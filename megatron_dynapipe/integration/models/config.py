@@ -1,8 +1,10 @@
 """A run's model as one value, which providers, the profiler and plans read in place of Megatron's namespace."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -101,11 +103,6 @@ class ModelConfig:
         return not self.transformer_engine and self.attention is CoreAttention.MEGATRON
 
     @property
-    def cuts_samples(self) -> bool:
-        """Whether a GPT's attention takes pieces of samples."""
-        return self.attention is not CoreAttention.MEGATRON
-
-    @property
     def state_dtype(self) -> torch.dtype:
         """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
         return torch.float32 if self.fp32_residual else self.dtype
@@ -125,6 +122,16 @@ class ModelConfig:
         if self.softmax_scale is not None:
             config.softmax_scale = self.softmax_scale
         return config
+
+
+def expert_ranks(sizes: Any) -> int:
+    """Neighbouring ranks of a stage that share experts, or tensor-parallel weights: whole replicas.
+
+    Args:
+        sizes: Megatron's arguments or configuration.
+    """
+    tensor: int = sizes.tensor_model_parallel_size
+    return math.lcm(sizes.expert_model_parallel_size * (sizes.expert_tensor_parallel_size or tensor), tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

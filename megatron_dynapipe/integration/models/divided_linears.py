@@ -155,7 +155,7 @@ class WeightHalves:
             settings["tp_group"],
             gradient_group,
         )
-        output: Tensor = _DividedLinear.apply(self, call, _ANCHOR, settings["input"], settings["bias"])  # type: ignore[no-untyped-call]
+        output: Tensor = _DividedLinear.apply(self, call, _ANCHOR, settings["input"], settings["bias"])
         return output
 
 
@@ -204,7 +204,7 @@ def _add_gradients(products: list[Product], following: Product | None = None) ->
     if not products:
         return
     followed = reversed([*zip(products, [*products[1:], following], strict=True)])
-    ends = [_WeightGradient.apply(product, after, *product.weights) for product, after in followed]  # type: ignore[no-untyped-call]
+    ends = [_WeightGradient.apply(product, after, *product.weights) for product, after in followed]
     products.clear()  # each node drops its own
     torch.autograd.backward(ends, ends)
 
@@ -280,13 +280,16 @@ class EngineStore:
         """
         linear = self._linear
         assert self._halves.key is not None, "asked for in divided passes alone"
-        if getattr(linear, "apply_bias", False) and not linear.gemm_bias_unfused_add:
-            linear.bias.grad = operands[1].flatten(0, -2).sum(dim=0).to(linear.bias.dtype)
+        named = list(linear.named_parameters(recurse=False))
+        if getattr(linear, "apply_bias", False) and not getattr(linear, "gemm_bias_unfused_add", False):
+            of_outputs = operands[1:2] if isinstance(operands[1], Tensor) else operands[1]  # a grouped one's
+            biases = [bias for name, bias in named if name.startswith("bias")]
+            for bias, of_output in zip(biases, of_outputs, strict=True):
+                bias.grad = of_output.flatten(0, -2).sum(dim=0).to(bias.dtype)
         kept = [Operand(operand) for operand in operands]
         if linear.sequence_parallel and linear.tp_size > 1 and linear.parallel_mode in _GATHERED:
             place = _GATHERED[linear.parallel_mode]
             kept[place] = Operand.share(operands[place], linear.tp_group)
-        named = linear.named_parameters(recurse=False)
         weights = [weight for name, weight in named if name.startswith("weight")]
 
         fused = linear.fuse_wgrad_accumulation

@@ -20,6 +20,7 @@ from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.packed_rows import PackedRow
 
 ENGINE = "transformer_engine.pytorch"
+_INSTEAD = "PyTorch's FlashAttention runs"
 ASKED_LENGTH = 128
 """Of the two samples of the row that Transformer Engine is asked about; kernels take any length."""
 
@@ -52,8 +53,20 @@ class EngineCoreAttention(SdpaCoreAttention):
 
 
 @functools.cache
-def has_fused_kernel(heads: int, groups: int, channels: int, dtype: torch.dtype, mask: str) -> bool:
-    """Whether Transformer Engine has a kernel that keeps no scores for packed rows of such heads; says so if not."""
+def has_fused_kernel(
+    heads: int, groups: int, channels: int, dtype: torch.dtype, mask: str, *, instead: str = _INSTEAD, **special: Any
+) -> bool:
+    """Whether Transformer Engine has a kernel that keeps no scores for packed rows of such heads; says so if not.
+
+    Args:
+        heads: of queries.
+        groups: of keys and values.
+        channels: of a head.
+        dtype: of queries, keys and values.
+        mask: its type.
+        instead: what runs without one.
+        special: fields of `AttentionParams` that the others do not give: other channels of values, a window, sinks.
+    """
     utils = importlib.import_module(f"{ENGINE}.attention.dot_product_attention.utils")
     row = utils.AttentionParams(
         qkv_dtype=dtype,
@@ -66,17 +79,16 @@ def has_fused_kernel(heads: int, groups: int, channels: int, dtype: torch.dtype,
         num_tokens_q=2 * ASKED_LENGTH,
         num_tokens_kv=2 * ASKED_LENGTH,
         head_dim_qk=channels,
-        head_dim_v=channels,
         attn_mask_type=mask,
-        window_size=(-1, 0) if "causal" in mask else (-1, -1),
         bottom_right_diagonal=mask != "padding_causal",
+        **{"head_dim_v": channels, "window_size": (-1, 0) if "causal" in mask else (-1, -1)} | special,
     )
     *_, (flash, fused, _unfused) = utils.get_attention_backend(row)
     if not (flash or fused):
         kind = f"heads of {channels} channels, {str(dtype).removeprefix('torch.')}, mask {mask}"
+        kind += "".join(f", {name} {value}" for name, value in special.items())
         print(
-            f"Transformer Engine has no fused attention for {kind}: PyTorch's FlashAttention runs"
-            f"{two_cudnns(utils.get_cudnn_version())}",
+            f"Transformer Engine has no fused attention for {kind}: {instead}{two_cudnns(utils.get_cudnn_version())}",
             flush=True,
         )
     return bool(flash or fused)

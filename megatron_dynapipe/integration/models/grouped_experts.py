@@ -82,7 +82,7 @@ class _Grouped(nn.Module):
         if self._halves is not None and self._halves.key is not None:
             leave = partial(self._halves.leave, self._halves.key)
             visible = []
-        output: Tensor = _GroupedLinear.apply(leave, weights, self._offsets, _ANCHOR, hidden, *visible)  # type: ignore[no-untyped-call]
+        output: Tensor = _GroupedLinear.apply(leave, weights, self._offsets, _ANCHOR, hidden, *visible)
         return output, None
 
 

@@ -52,7 +52,7 @@ class KeptPiece:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Its keys and values for a later piece, whose backward pass adds their gradients here."""
-        read: tuple[Tensor, Tensor] = _Read.apply(self, _ANCHOR)  # type: ignore[no-untyped-call]
+        read: tuple[Tensor, Tensor] = _Read.apply(self, _ANCHOR)
         return read
 
 
@@ -125,7 +125,7 @@ class KeptKeys:
             places.append((slice(first, end), name))
         if not places or not torch.is_grad_enabled():
             return key, value
-        joined: tuple[Tensor, Tensor] = _TakeUp.apply(key, value, self, places)  # type: ignore[no-untyped-call]
+        joined: tuple[Tensor, Tensor] = _TakeUp.apply(key, value, self, places)
         return joined
 
     def take_up(self, name: tuple[int, int], gradients: Sequence[Tensor], place: slice) -> None:

@@ -22,7 +22,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megatron_dynapipe.integration.models.experts import PlannedRouter, UnevenAllGather
 from megatron_dynapipe.integration.models.hybrid import DECODER_ONLY, final_norm
 
 _MARK = "dynapipe_row_gather"
@@ -76,7 +75,8 @@ def _install(model: Any, gather: RowGather) -> None:
     last = model.decoder.layers[-1] if len(model.decoder.layers) else None
     if last is not None and not isinstance(last.mlp, IdentityOp) and not _counts_all_positions(last.mlp):
         last.cross_attn_bda = gather
-        if isinstance(dispatcher := getattr(last.mlp, "token_dispatcher", None), UnevenAllGather):
+        dispatcher: Any = getattr(last.mlp, "token_dispatcher", None)
+        if hasattr(dispatcher, "gather"):  # which `equip.experts` asks
             dispatcher.gather = gather
     else:
         norm = final_norm(model)
@@ -84,6 +84,6 @@ def _install(model: Any, gather: RowGather) -> None:
 
 
 def _counts_all_positions(mlp: nn.Module) -> bool:
-    """Whether experts do more with positions than each by itself."""
+    """Whether experts do more with positions than each by itself; routers that are not equipped may."""
     routers = [module for module in mlp.modules() if isinstance(module, TopKRouter)]
-    return any(not isinstance(router, PlannedRouter) or router.adds_terms for router in routers)
+    return any(getattr(router, "adds_terms", True) for router in routers)

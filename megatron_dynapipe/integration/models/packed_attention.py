@@ -8,6 +8,7 @@ Queries without keys attend to nothing and come out as zeros; `packed_rows.atten
 
 import functools
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ KERNEL_TYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8
 """Head sizes that FlashAttention has."""
 LEAST_CAPABILITY, HOPPER = (8, 0), 9
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""What allows fewer groups of keys than heads of queries; before PyTorch 2.12 the kernel takes them unasked."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query [n, queries, heads, channels], key and value [n, keys, groups, channels], bias) → like the query."""
@@ -77,6 +80,7 @@ def attend_in_kernel(
         row.max_seqlen_kv,
         scale=scale,
         window_size=(-1, 0) if causal else (-1, -1),
+        **GROUPED,
     )
     assert isinstance(attended, Tensor), "asked for nothing but the result"
     return attended
@@ -130,7 +134,7 @@ def attend_by_sample(
             piece = query[places], key[places], value[places]
             if scale is not None and not query.is_cuda:
                 before = kept.before(row.cuts[group.apart])
-                attended.append(_OverParts.apply(scale, *piece, before))  # type: ignore[no-untyped-call]
+                attended.append(_OverParts.apply(scale, *piece, before))
             else:
                 attended.append(_attend_piece(*piece, row, group.apart, kept, attend))
             continue

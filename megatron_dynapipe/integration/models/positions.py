@@ -131,7 +131,7 @@ def shared_over_layers(state: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     if not (torch.is_grad_enabled() and value.requires_grad):
         return state, value
     leaf = value.detach().requires_grad_()
-    return _Gathered.apply(state, value, [leaf]), leaf  # type: ignore[no-untyped-call]
+    return _Gathered.apply(state, value, [leaf]), leaf
 
 
 class _Gathered(torch.autograd.Function):

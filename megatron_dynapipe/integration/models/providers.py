@@ -24,7 +24,6 @@ from torch import nn
 from megatron_dynapipe.costing import PipelineLayout, stage_modules
 from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.models.config import ModelConfig
-from megatron_dynapipe.integration.models.experts import with_planned_experts
 from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.specs import TENorm, engine_layer, hybrid_stack, layers_of, local_layer
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
@@ -97,7 +96,7 @@ def hybrid_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider
     def build(
         config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None, **shared: Any
     ) -> HybridModel:
-        sparse = with_planned_experts(_layer(model, config)) if model.experts is not None else None
+        sparse = _layer(model, config) if model.experts is not None else None
         return HybridModel(
             config=config,
             hybrid_stack_spec=hybrid_stack(_layer(model), sparse, _final_norm(model)),
@@ -158,7 +157,7 @@ def gpt_layers(model: ModelConfig, config: TransformerConfig) -> list[ModuleSpec
     if not config.num_moe_experts:
         return [_layer(model)] * config.num_layers
     dense = _layer(model)
-    sparse = with_planned_experts(_layer(model, config))
+    sparse = _layer(model, config)
     with_experts = (model.experts and model.experts.layers) or range(config.num_layers)
     return [sparse if number in with_experts else dense for number in range(config.num_layers)]
 

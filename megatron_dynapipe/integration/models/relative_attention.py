@@ -87,7 +87,8 @@ def by_distance(bias: Tensor) -> Tensor:
 @functools.cache
 def _attend(device: torch.device) -> Callable[..., Any]:
     """Compiled for sizes that change; on a CPU as it is, since there only that has gradients."""
-    return torch.compile(flex.flex_attention, dynamic=True) if device.type == "cuda" else flex.flex_attention
+    attend: Callable[..., Any] = flex.flex_attention
+    return torch.compile(attend, dynamic=True) if device.type == "cuda" else attend
 
 
 def _mask(row: PackedRow, device: torch.device, *, causal: bool) -> flex.BlockMask:

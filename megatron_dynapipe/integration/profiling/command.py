@@ -44,8 +44,11 @@ def profile(
     most_positions: int,
     vocabulary: int | None,
     adapters: Adapters | None = None,
+    recipe: Path | None = None,
 ) -> Path | None:
     """Measure a model's layers, with adapters in place where they are given; the file's path on rank 0, else None.
+
+    With a recipe's YAML, the layers are those that its provider builds.
 
     Raises:
         ConfigError: a flag is wrong, or the file cannot be written.
@@ -58,7 +61,9 @@ def profile(
     ) as setup:
         is_first = dist.get_rank() == 0
         scope = Scope(
-            parts=build_parts(setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters),
+            parts=build_parts(
+                setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters, recipe=recipe
+            ),
             modes=modes,
             within=setup.within,
             most_positions=most_positions,

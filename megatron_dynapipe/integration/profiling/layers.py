@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape
+from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS
@@ -27,6 +27,7 @@ from megatron_dynapipe.data.segments import CutSegment, causal_mask
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
+from megatron_dynapipe.integration.execution.step_functions import takes_mask
 from megatron_dynapipe.integration.models import specs
 from megatron_dynapipe.integration.models.config import ModelConfig
 from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
@@ -40,6 +41,7 @@ from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.integration.profiling.adapters import check as check_adapters
 from megatron_dynapipe.integration.profiling.adapters import put_adapters
+from megatron_dynapipe.integration.profiling.recipe import Build, builder_of
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
@@ -113,24 +115,31 @@ def build_parts(
     chained: int | None = None,
     tensor_parallel: int = 1,
     adapters: Adapters | None = None,
+    recipe: Path | None = None,
 ) -> Mapping[str, MeasuredModule]:
     """The parts of a model by name, in training mode on `device`.
 
     `chained` layers are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time passes
-    before an operation. With `adapters`, all other weights are frozen.
+    before an operation. With `adapters`, all other weights are frozen. The layers are those of a `recipe`, where there
+    is one: as many as alternate, times a whole number.
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
     if adapters is not None:
         check_adapters(model.family)
-    config = model.transformer_config()
-    config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    build = _t5_parts if model.family is ModelFamily.T5 else _gpt_parts
     make = _Inputs(model, device, tensor_parallel)
-    parts = {part.name: part for part in build(model, config, groups, chained, make)}
-    if chained > 1:
-        single = {part.name: part for part in build(model, config, groups, 1, make)}
+    alternating = 1
+    if model.family is ModelFamily.T5:
+        build = partial(_t5_parts, model, make)
+    elif recipe is not None:
+        layers, alternating = builder_of(recipe, tensor_parallel=tensor_parallel)
+        build = partial(_gpt_parts, model, make, layers)
+        chained = round_up(chained, alternating)
+    else:
+        build = partial(_gpt_parts, model, make, _builder_of(model))
+    parts = {part.name: part for part in build(chained)}
+    if chained > alternating:
+        single = {part.name: part for part in build(alternating)}
         parts |= {name: replace(part, alone=single[name]) for name, part in parts.items() if part.layers > 1}
     for part in (part for chain in parts.values() for part in chain.from_most_layers):
         if adapters is not None:
@@ -184,10 +193,10 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 
-def _t5_parts(
-    model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
-) -> list[MeasuredModule]:
+def _t5_parts(model: ModelConfig, make: "_Inputs", chained: int) -> list[MeasuredModule]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
+    config = model.transformer_config()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     inner = PipelineLayout.equal(model_of_layers(ModelFamily.T5, 3 * chained, 3 * chained), 6)
     whole = PipelineLayout.equal(model_of_layers(ModelFamily.T5, 1, 1), 1)
     build = partial(T5Stage, config, model=model, pg_collection=groups)
@@ -239,39 +248,47 @@ def _t5_parts(
     ]
 
 
-def _gpt_parts(
-    model: ModelConfig, config: TransformerConfig, groups: ProcessGroupCollection, chained: int, make: "_Inputs"
-) -> list[MeasuredModule]:
-    """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
+def _builder_of(model: ModelConfig) -> Build:
+    """What builds layers as entry scripts do."""
+    config = model.transformer_config()
+    config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    experts_everywhere = model.experts and msgspec.structs.replace(model.experts, layers=())
 
-    def build(layers: int, model: ModelConfig, *, ends: bool = False, experts: bool = True) -> GPTModel:
+    def build(layers: int, *, ends: bool = False, experts: bool = True) -> GPTModel:
         changed = copy.copy(config)  # each has its own switches of recomputation
         changed.num_layers = layers
         if not experts:
             changed.num_moe_experts = None
-        return gpt_provider(model)(ends, ends, config=changed, pg_collection=groups)
+        built = replace(model, experts=experts_everywhere)
+        return gpt_provider(built)(ends, ends, config=changed, pg_collection=groups)
 
-    ends = build(1, model, ends=True)
+    return build
+
+
+def _gpt_parts(model: ModelConfig, make: "_Inputs", build: Build, chained: int) -> list[MeasuredModule]:
+    """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
+    ends: Any = build(1, ends=True)
     chains = {}
     if model.experts is None or model.experts.layers:
-        chains["encoder"] = build(chained, model, experts=False)
+        chains["encoder"] = build(chained, experts=False)
     if model.experts is not None:
-        everywhere = replace(model, experts=msgspec.structs.replace(model.experts, layers=()))
-        chains["expert" if model.experts.layers else "encoder"] = build(chained, everywhere)
+        chains["expert" if model.experts.layers else "encoder"] = build(chained)
     return [
-        *(_gpt_layers(kind, layers, model, chained, make) for kind, layers in chains.items()),
+        *(_gpt_layers(kind, layers, chained, make) for kind, layers in chains.items()),
         MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make), embedding=ends.embedding),
     ]
 
 
-def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, make: "_Inputs") -> MeasuredModule:
+def _gpt_layers(kind: str, layer: Any, chained: int, make: "_Inputs") -> MeasuredModule:
     tell = equip([layer]).tell
+    explicit_mask = takes_mask([layer])
 
     def run_layer(point: Point) -> Forward:
         b, s = point
         state = make.state(s, b)
         positions = torch.arange(s, device=state.device).expand(b, -1)
-        mask = causal_mask(s, state.device) if model.takes_mask else None
+        mask = causal_mask(s, state.device) if explicit_mask else None
 
         def forward() -> Tensor:
             tell()
@@ -304,7 +321,7 @@ def _gpt_layers(kind: str, layer: GPTModel, model: ModelConfig, chained: int, ma
         prepare=run_layer,
         prepare_row=lambda inputs, _targets: run_segments(make.row(inputs)),
         layers=chained,
-        prepare_piece=run_piece if model.cuts_samples else None,
+        prepare_piece=run_piece,
     )
 
 

@@ -40,6 +40,7 @@ class NodeGroup:
         for ranks in map(range, begins, [*begins[1:], len(firsts)]):
             group = dist.new_group(list(ranks), timeout, backend="gloo")  # all ranks of the job make each
             if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup), "this rank is in it"
                 self.ranks = ranks
                 self._group = group
         self.is_first = rank == self.ranks[0]

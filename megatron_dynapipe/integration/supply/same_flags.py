@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.flags.megatron_flags import flag_of
+from megatron_dynapipe.integration.flags.refusals import flag_of
 
 _ELSEWHERE: Mapping[str, str] = {
     "a dataset's copy on this node, whose files are compared": "dynapipe_data",

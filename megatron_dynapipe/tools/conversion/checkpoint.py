@@ -11,13 +11,15 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.training.global_vars import destroy_global_vars
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.hugging_face import Flags
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.integration.entry.resume_record import newest
-from megatron_dynapipe.integration.flags.megatron_flags import RELEASE, TRACKER
+from megatron_dynapipe.integration.flags.trackers import RELEASE, TRACKER
 from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 
@@ -99,23 +101,28 @@ def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) 
 def has(folder: Path, name: str) -> bool:
     """Whether the last checkpoint of a folder has a parameter of this name; raises as `load`."""
     path = _last(folder)
-    with _reading(path):
-        return name in dist_checkpointing.load_tensors_metadata(str(path))
+    return name in _tensors(path)
 
 
 def _check_rows(path: Path, rows: Mapping[str, int]) -> None:
     """Refuse a smaller vocabulary: reading fills the rows that a checkpoint lacks with zeros, and says nothing."""
     if not rows:
         return
-    with _reading(path):
-        saved = dist_checkpointing.load_tensors_metadata(str(path))
+    saved = _tensors(path)
     for name, count in rows.items():
-        if name in saved and saved[name].global_shape[0] < count:
+        if name in saved and saved[name].size[0] < count:
             raise ConfigError(
-                f"expected {count} rows of {name}, the vocabulary's, got {saved[name].global_shape[0]} in {path}",
+                f"expected {count} rows of {name}, the vocabulary's, got {saved[name].size[0]} in {path}",
                 hint="train with the model.yaml that `convert from-hf` wrote, whose padded-vocab-size is the model's;"
                 " with --vocabulary-rows it has rows for tokens that were added",
             )
+
+
+def _tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint says of each tensor. Megatron's own reader fails in PyTorch 2.15 (`hooks/saved_tensors`)."""
+    with _reading(path):
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import round_up
-from megatron_dynapipe.costing.hugging_face import KINDS, OF_EXPERTS, T5_LIKE, Flags, megatron_flags, obstacle_in
+from megatron_dynapipe.costing.hugging_face import CONVERTED, OF_EXPERTS, T5_LIKE, Flags, megatron_flags
 
 UNTIED = "untie-embeddings-and-output-weights"
 _ROWS_MULTIPLE = 128
@@ -56,9 +56,9 @@ def read_config(path: Path) -> Any:
         raise ConfigError(
             f"{file}: {config.model_type} is not supported: Megatron scales embeddings only for muP", hint=_IN_BRIDGE
         )
-    if config.model_type not in KINDS:
+    if config.model_type not in CONVERTED:
         raise ConfigError(
-            f"{file}: expected a model of type {', '.join(KINDS)}, got {config.model_type}", hint=_IN_BRIDGE
+            f"{file}: expected a model of type {', '.join(CONVERTED)}, got {config.model_type}", hint=_IN_BRIDGE
         )
     return config
 
@@ -77,6 +77,8 @@ def flags(config: Any, rows: int | None = None) -> Flags:
     described = megatron_flags(config.to_dict())
     numbers = _gpt2(config) if kind == "gpt2" else _t5(config) if kind in T5_LIKE else _llama(config)
     vocabulary = described.pop("vocab-size")
+    if "window-size" in described:  # which PyTorch's attention does not have
+        numbers["dynapipe-attention"] = "megatron"
     described |= numbers | {"padded-vocab-size": round_up(rows or vocabulary, _ROWS_MULTIPLE)}
     kernels = ("no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-dropout-fusion")
     return described | dict.fromkeys(kernels, True)
@@ -99,16 +101,7 @@ def _llama(config: Any) -> Flags:
         numbers |= {"moe-router-load-balancing-type": "none", "moe-token-dispatcher-type": "alltoall"}
         if not getattr(config, "norm_topk_prob", True):  # of the chosen experts, as a Mixtral's
             numbers["moe-router-pre-softmax"] = True
-    return numbers | _windows(config)
-
-
-def _windows(config: Any) -> Flags:
-    """Layers in which a position attends to the last ones alone, itself among them: Megatron counts those before it."""
-    if not obstacle_in(config.to_dict()):
-        return {}
-    numbers: Flags = {"window-size": f"({config.sliding_window - 1},0)", "dynapipe-attention": "megatron"}
-    layers = [int(kind == "sliding_attention") for kind in getattr(config, "layer_types", None) or ()]
-    return numbers if all(layers) else numbers | {"window-attn-skip-freq": f"[{','.join(map(str, layers))}]"}
+    return numbers
 
 
 def _rotations(rotations: Mapping[str, Any]) -> Flags:

@@ -1,18 +1,21 @@
 """Sources of rows, whatever their form, as blocks of JSON lines in a fixed order.
 
-    *.jsonl, .json       the file's own lines, a megabyte at a time; .gz and .zst are unpacked; or one array of rows
-    *.csv                a header, then records
+    *.jsonl, .json       the file's own lines, a megabyte at a time; or one array of rows
+    *.csv, *.tsv         a header, then records; these and JSON also as .gz, .bz2 and .zst
     *.parquet, *.arrow   record batches; also what `datasets` has on the hub or saved to disk
 
 A block names its file and its first row, so that whoever finds a bad row can say which.
 """
 
+import bz2
 import csv
 import gzip
 import io
+import itertools
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,9 +33,13 @@ MOST_LINE_BYTES = 64_000_000
 MOST_ARRAY_BYTES = 2_000_000_000
 """Bytes of a file that is one array of rows."""
 _ROWS_AT_ONCE = 1000
-_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-SUFFIXES = (*_LINES, ".csv", ".csv.gz", ".parquet", ".arrow")
-_PACKED = (".gz", ".zst")
+_PACKED = (".gz", ".bz2", ".zst")
+_TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
+_SIDE_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What `datasets` writes beside rows."""
+SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
+"""Splits, and how names of files and folders say them."""
 _UTF8_MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -56,31 +63,67 @@ class Block:
     done: int
 
 
-def files_of_source(source: str | Sequence[str], root: Path) -> list[Path]:
+def files_of_source(source: str | Sequence[str], root: Path, split: str | None = None) -> list[Path]:
     """The files that paths, patterns and folders name, each list of matches in the order of names.
 
+    Args:
+        source: paths, patterns or folders.
+        root: what relative ones are relative to.
+        split: of the files of a folder or pattern, those whose names say this split; None if they say but one.
+
     Raises:
-        DataError: nothing is there, or a file is of no known form.
+        DataError: nothing is there, a file is of no known form, or names say several splits.
     """
     files: list[Path] = []
     for entry in [source] if isinstance(source, str) else source:
         path = root / entry
         if path.is_dir():
-            matches = sorted(match for match in path.rglob("*") if match.is_file() and _ending(match) in SUFFIXES)
+            inside = (match for match in path.rglob("*") if match.is_file() and _ending(match) in SUFFIXES)
+            matches = _of_split(path, sorted(file for file in inside if _has_rows(file.relative_to(path))), split)
         elif path.exists():
             matches = [path]
         else:
             base, pattern = (
                 (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (Path(), str(path))
             )
-            matches = sorted(file for file in base.glob(pattern) if file.is_file()) if set(entry) & set("*?[") else []
+            found = (file for file in base.glob(pattern) if file.is_file()) if set(entry) & set("*?[") else iter(())
+            matches = _of_split(path, sorted(found), split)
         if not matches:
             raise DataError(
-                f"{path}: expected a file, a folder of files or a pattern, found none",
+                f"{path}: expected a file, a folder of files or a pattern{f' of {split}' if split else ''}, found none",
                 hint=f"known are {', '.join(SUFFIXES)}",
             )
         files += matches
     return files
+
+
+def _has_rows(path: Path) -> bool:
+    return path.name not in _SIDE_FILES and not any(part.startswith(".") for part in path.parts)
+
+
+def _of_split(source: Path, files: Sequence[Path], split: str | None) -> list[Path]:
+    """Those of a split; raises DataError where none is asked for and the files are of several."""
+    base = Path(*source.parts[: next((at for at, part in enumerate(source.parts) if set(part) & set("*?[")), None)])
+    of = {file: _split_of(file.relative_to(base)) for file in files}
+    if split is not None:
+        return [file for file in files if of[file] in (split, _split_of(Path(split)))]
+    if len(said := {name: file for file, name in of.items() if name}) > 1:
+        examples = ", ".join(f"{name} ({said[name].name})" for name in SPLITS if name in said)
+        raise DataError(
+            f"{source}: expected files of one split, their names say several: {examples}",
+            hint="write `split: train` into the mixture, or patterns that match the files of one split",
+        )
+    return list(files)
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a path says, the last one if its folders say others."""
+    said = (
+        (found.start(), split)
+        for split, words in SPLITS.items()
+        for found in re.finditer(rf"(?<![^\W_\d])(?:{words})(?![^\W_\d])", str(path), re.IGNORECASE)
+    )
+    return max(said, default=(0, None))[1]
 
 
 def form_of(path: Path) -> str:
@@ -95,8 +138,13 @@ def _ending(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix.lower() in _PACKED else path.suffixes[-1:]).lower()
 
 
-def file_blocks(path: Path) -> Iterator[Block]:
+def file_blocks(path: Path, needed: Collection[str] = (), *, drops_nulls: bool = False) -> Iterator[Block]:
     """The rows of a file.
+
+    Args:
+        path: the file.
+        needed: columns of bytes that are no text are an error where they are among these, and left out otherwise.
+        drops_nulls: whether nulls inside a table's values are left out: all rows of a table have all keys of any.
 
     Raises:
         DataError: it cannot be read, or is not of the form that its name says.
@@ -106,22 +154,23 @@ def file_blocks(path: Path) -> Iterator[Block]:
         if form == ".parquet":
             size = path.stat().st_size
             rows = pq.read_metadata(path).num_rows
-            yield from _table_blocks(str(path), _parquet(path), bytes_per_row=size / max(rows, 1))
+            yield from table_blocks(str(path), _parquet(path), needed, drops_nulls, bytes_per_row=size / max(rows, 1))
         elif form == ".arrow":
-            yield from _table_blocks(str(path), _arrow(path))
+            yield from table_blocks(str(path), _arrow(path), needed, drops_nulls)
         else:
             with os.fdopen(open_regular(path), "rb") as raw:
                 unpacked = _unpacked(path, raw)
-                yield from (_csv_blocks if ".csv" in form else _json_blocks)(path, unpacked, raw)
+                is_table = form.startswith((".csv", ".tsv"))
+                yield from (_csv_blocks if is_table else _json_blocks)(path, unpacked, raw)
     except (OSError, EOFError, zlib.error, pa.ArrowException, csv.Error) as error:
         raise DataError(f"{path}: cannot read it: {error}") from error
 
 
-def hub_blocks(name: str, rows: Any) -> Iterator[Block]:
-    """The rows of a `datasets.Dataset`."""
+def hub_blocks(name: str, rows: Any, needed: Collection[str] = (), *, drops_nulls: bool = False) -> Iterator[Block]:
+    """The rows of a `datasets.Dataset`; as `file_blocks`."""
     tables = rows.with_format("arrow")
     batches = (tables[first : first + _ROWS_AT_ONCE] for first in range(0, len(tables), _ROWS_AT_ONCE))
-    return _table_blocks(name, batches)
+    return table_blocks(name, batches, needed, drops_nulls)
 
 
 def rows_as_block(rows: Sequence[Any], file: str, first: int, done: int = 0) -> Block:
@@ -140,6 +189,8 @@ def rows_as_block(rows: Sequence[Any], file: str, first: int, done: int = 0) -> 
 def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
     if path.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if path.suffix.lower() == ".bz2":
+        return bz2.BZ2File(raw)  # type: ignore[return-value]
     if path.suffix.lower() == ".zst":
         return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")  # type: ignore[no-any-return]
     return raw
@@ -206,16 +257,19 @@ def _without_mark(path: Path, head: bytes) -> bytes:
 
 def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(text, strict=True, restkey="")
     csv.field_size_limit(MOST_LINE_BYTES)
     rows: list[Any] = []
     first = size = 0
     try:
+        header = text.readline()
+        delimiter = max(",;\t", key=header.count)
+        reader = csv.DictReader(itertools.chain([header], text), strict=True, delimiter=delimiter)
         for number, row in enumerate(reader):
-            if "" in row or None in row.values():
+            if None in row or None in row.values():
                 raise DataError(
                     f"{path}, row {number}: expected {len(reader.fieldnames or ())} fields, found another number"
                 )
+            row.pop("", None)  # the index that pandas writes
             rows.append(row)
             size += sum(map(len, row.values()))
             if size > BLOCK_BYTES:
@@ -246,7 +300,14 @@ def _arrow(path: Path) -> Iterator[Any]:
             yield from reader
 
 
-def _table_blocks(name: str, tables: Iterator[Any], *, bytes_per_row: float = 0.0) -> Iterator[Block]:
+def table_blocks(
+    name: str,
+    tables: Iterator[Any],
+    needed: Collection[str] = (),
+    drops_nulls: bool = False,
+    *,
+    bytes_per_row: float = 0.0,
+) -> Iterator[Block]:
     """Record batches as blocks; a large batch as several.
 
     How far a compressed table is read, its rows do not say: by the file's bytes per row, where they are known.
@@ -262,6 +323,50 @@ def _table_blocks(name: str, tables: Iterator[Any], *, bytes_per_row: float = 0.
                         raise DataError(
                             f"{name}, row {first + row}: expected at most {MOST_LINE_BYTES} bytes, found more"
                         )
-            rows = part.to_pylist()
+            rows = _rows_of_table(name, part, needed, drops_nulls=drops_nulls)
             yield rows_as_block(rows, name, first, round((first + len(rows)) * bytes_per_row))
             first += len(rows)
+
+
+def _rows_of_table(name: str, table: Any, needed: Collection[str], *, drops_nulls: bool) -> list[dict[str, Any]]:
+    columns: dict[str, list[Any]] = {}
+    for field in table.schema:
+        plain = _plain(field.type, drops_nulls=drops_nulls)
+        values = table[field.name].to_pylist()
+        try:
+            if plain is not None:
+                values = [value if value is None else plain(value) for value in values]
+        except ValueError as error:
+            if field.name in needed:
+                raise DataError(f"{name}: expected text in the column {field.name}: {error}") from error
+        else:
+            columns[field.name] = values
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _plain(kind: Any, *, drops_nulls: bool) -> Callable[[Any], Any] | None:
+    """What makes a value of an Arrow type one of text, numbers, lists and objects; None if it is one.
+
+    Bytes are UTF-8, as old writers store text; `datasets` stores values of mixed types as JSON.
+    """
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return bytes.decode
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return msgspec.json.decode
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        of_item = _plain(kind.value_type, drops_nulls=drops_nulls)
+        return of_item and (lambda items: [item if item is None else of_item(item) for item in items])
+    if not pa.types.is_struct(kind):
+        return None
+    of_fields = {field.name: _plain(field.type, drops_nulls=drops_nulls) for field in kind}
+    if not drops_nulls and not any(of_fields.values()):
+        return None
+
+    def plain(value: dict[str, Any]) -> dict[str, Any]:
+        there = {key: of_field for key, of_field in of_fields.items() if not drops_nulls or value[key] is not None}
+        return {
+            key: value[key] if of_field is None or value[key] is None else of_field(value[key])
+            for key, of_field in there.items()
+        }
+
+    return plain

@@ -1,6 +1,6 @@
 """The sources of a mixture's entries: files, a HuggingFace dataset, or rows in memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import msgspec
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import WHOLE_BYTES, file_digest
+from megatron_dynapipe.tools.mixture.fields import columns_of
 from megatron_dynapipe.tools.mixture.rows import Block, file_blocks, files_of_source, hub_blocks, rows_as_block
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 
@@ -62,32 +63,37 @@ def open_sources(mixture: Mixture, root: Path, *, hub_root: Path | None = None) 
 
 
 def _open(spec: TaskSpec, root: Path, hub_root: Path | None) -> Source:
+    read: dict[str, Any] = {"needed": columns_of(spec), "drops_nulls": spec.messages is not None}
     if spec.hub is not None:
-        return [_table(spec.hub, load_hub(spec.hub, spec.hub_config, spec.hub_split, hub_root))]
+        rows = load_hub(spec.hub, spec.hub_config, spec.split or "train", hub_root)
+        return [_table(spec.hub, rows, read)]
     assert spec.source is not None
-    entries = [spec.source] if isinstance(spec.source, str) else spec.source
-    if len(entries) == 1 and _is_saved(root / entries[0]):
-        name = str(root / entries[0])
-        return [_table(name, load_hub(name, None, spec.hub_split, None))]
-    return [_file(path) for path in files_of_source(entries, root)]
+    parts: list[SourcePart] = []
+    for entry in [spec.source] if isinstance(spec.source, str) else spec.source:
+        place = root / entry
+        if _is_saved(place):
+            parts.append(_table(str(place), load_hub(str(place), None, spec.split or "train", None), read))
+        else:
+            parts += [_file(path, read) for path in files_of_source(entry, root, spec.split)]
+    return parts
 
 
-def _file(path: Path) -> SourcePart:
+def _file(path: Path, read: Mapping[str, Any]) -> SourcePart:
     def fingerprint() -> str:
         """Name, size and contents; of a very large file blocks of it and its time of change."""
         digest = file_digest(path)
         stat = path.stat()
         return f"{path.name} {digest}" + (f"\0{stat.st_mtime_ns}" if stat.st_size > WHOLE_BYTES else "")
 
-    return SourcePart(partial(file_blocks, path), fingerprint, path.stat().st_size, path)
+    return SourcePart(partial(file_blocks, path, **read), fingerprint, path.stat().st_size, path)
 
 
-def _table(name: str, rows: Any) -> SourcePart:
+def _table(name: str, rows: Any, read: Mapping[str, Any]) -> SourcePart:
     def fingerprint() -> str:
         files = [file_digest(Path(cached["filename"])) for cached in rows.cache_files]
         return "\0".join([f"{name} {len(rows)} {','.join(rows.column_names)}", *(files or [str(rows._fingerprint)])])
 
-    return SourcePart(partial(hub_blocks, name, rows), fingerprint)
+    return SourcePart(partial(hub_blocks, name, rows, **read), fingerprint)
 
 
 def _is_saved(folder: Path) -> bool:

@@ -9,7 +9,7 @@ tasks:
     weight: 2
   - name: conversations
     source: chats.parquet
-    messages: messages                         the tokenizer's chat template; loss on the assistant's turns
+    messages: messages                         or [prompt, completion]; the tokenizer's chat template writes them
   - name: prose
     source: books.jsonl.zst
     text: text                                 next token, or objective: span_corruption
@@ -33,6 +33,8 @@ _MOST_WEIGHT = 1e9
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
+_OF_CONVERSATIONS = ("turns", "date", "empty_thoughts", "roles", "system", "template_arguments", "strip_newlines")
+"""Keys that only a task with messages has."""
 
 
 class Objective(enum.StrEnum):
@@ -71,16 +73,23 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         name: of its task; or
         task_column: of the names of its tasks, where it holds several.
         source: paths, patterns or folders of JSON lines, Parquet, Arrow or CSV files; or
-        hub: name of a HuggingFace dataset, with `hub_config` and `hub_split`.
+        hub: name of a HuggingFace dataset, with `hub_config`.
+        split: of the hub dataset, of a saved one, or of a folder whose files' names say their splits; None for training
+            and for all files of a folder.
         columns: of input and target, by default "input" and "target"; or
         template: Jinja templates of both, or one with ||| between them; or
-        messages: the column of a conversation; or
+        messages: the column of a conversation, or several whose messages follow one another, the last of which is
+            learned; or
         text: the column of plain text, learned by `objective`, `length` tokens a sample.
         eos: whether a target ends in the tokenizer's end token; None where it is no conversation, which ends as its
             template ends it.
         turns: of a conversation, those that are learned; None for all, or each where a template rewrites earlier ones.
         date: today, for chat templates that ask; None for a fixed day.
         empty_thoughts: whether an empty thought that a chat template writes by itself is learned.
+        roles: the template's names of roles that the rows name otherwise.
+        system: the column of a conversation's system message; None for those of `fields.SYSTEM_COLUMNS`.
+        template_arguments: variables of the chat template, which those of a row precede.
+        strip_newlines: whether answers lose the newlines with which they begin.
         weight: how often it is drawn, see `Mixing`.
         limit: samples that are taken at most, chosen by their digests.
         valid, test: fractions for validation and testing, in place of the command's.
@@ -94,10 +103,10 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: _Name | tuple[_Name, ...] | None = None
     hub: _Name | None = None
     hub_config: _Name | None = None
-    hub_split: _Name = "train"
+    split: _Name | None = None
     columns: InputAndTarget | None = None
     template: InputAndTarget | _Name | None = None
-    messages: _Name | None = None
+    messages: _Name | Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)] | None = None
     text: _Name | None = None
     objective: Objective = Objective.NEXT_TOKEN
     length: Annotated[int, msgspec.Meta(ge=2, le=2**31)] = 512
@@ -105,6 +114,10 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     turns: Turns | None = None
     date: datetime.date | None = None
     empty_thoughts: bool = False
+    roles: dict[str, _Name] = {}
+    system: _Name | None = None
+    template_arguments: dict[str, Any] = {}
+    strip_newlines: bool = False
     weight: float = 1.0
     limit: _Positive | None = None
     valid: _Fraction | None = None
@@ -132,10 +145,15 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"expected a task's name of printable characters, got {named!a}")
         if (self.valid or 0.0) + (self.test or 0.0) >= 1:
             raise ValueError(f"task {named}: expected valid and test together below 1")
-        if self.messages is None and (self.turns or self.date or self.empty_thoughts):
-            raise ValueError(f"task {named}: expected turns, date and empty_thoughts of a task with messages alone")
+        if self.messages is None and (others := [key for key in _OF_CONVERSATIONS if getattr(self, key)]):
+            raise ValueError(f"task {named}: expected {', '.join(others)} of a task with messages alone")
         if isinstance(self.template, str) and self.template.count("|||") != 1:
             raise ValueError(f"task {named}: expected a template with ||| between input and target")
+
+    @property
+    def conversation(self) -> tuple[str, ...]:
+        """The columns of a conversation."""
+        return (self.messages,) if isinstance(self.messages, str) else self.messages or ()
 
     @property
     def side(self) -> TruncationSide:
@@ -176,7 +194,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         tasks: its entries, in order.
         mixing: how they mix in training.
-        chat_template: in place of the tokenizer's.
+        chat_template: in place of the tokenizer's; in a file its path, `read_mixture` puts the text in its place.
     """
 
     tasks: Annotated[tuple[TaskSpec, ...], msgspec.Meta(min_length=1)]
@@ -210,11 +228,18 @@ def read_mixture(path: Path) -> Mixture:
     except (yaml.YAMLError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         raise ConfigError(f"{path}: expected YAML: {error or type(error).__name__}") from error
     try:
-        return msgspec.convert(content, Mixture)
+        mixture = msgspec.convert(content, Mixture)
     except (msgspec.MsgspecError, RecursionError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"{path}: expected a mixture: {error or type(error).__name__}", hint="docs/data.md describes the form"
         ) from error
+    template = mixture.chat_template
+    if template is None or "{" in template or not (path.parent / template).is_file():
+        return mixture
+    try:
+        return msgspec.structs.replace(mixture, chat_template=(path.parent / template).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path.parent / template}: expected a Jinja template, cannot read it: {error}") from error
 
 
 def plain_mixture(paths: tuple[str, ...]) -> Mixture:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of
+from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of, lost_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
 from megatron_dynapipe.sampling import TruncationSide, spans_path
 from megatron_dynapipe.sampling.lengths import data_path, ends_path, task_ids_path
@@ -147,6 +147,7 @@ def write_dataset(
         read=dict(read),
         skipped={str(reason): count for reason, count in skipped.items() if count},
         truncated=by_task(statuses == TRUNCATED),
+        not_written=staging.not_written | _mostly_empty(staging, mixture),
         rates={} if mixture.is_even else task_rates(mixture, entries, samples["train"]),
         sides={name: side for name, side in sides.items() if side is not TruncationSide.RIGHT},
         loss="everything" if all(spec.text for spec in mixture.tasks) else "targets",
@@ -218,6 +219,8 @@ def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: 
     save_array(checksums_path(prefix), staging.column("checksums")[chosen])
     if ends.any():
         save_array(ends_path(prefix), ends[chosen].reshape(-1))
+    if (lost := staging.column("lost")).any():
+        save_array(lost_path(prefix), lost[chosen])
     spans = staging.column("spans").reshape(-1, 3)
     if len(spans):
         spans = np.array(spans[chosen[spans[:, 0]]])
@@ -229,6 +232,16 @@ def _write_split(staging: Staging, folder: Path, at: int, splits: Array, tasks: 
     count = int(chosen.sum())
     write_index(prefix, dtype, count, lambda: (lengths[part][chosen[part]].reshape(-1) for part in pieces))
     return longest
+
+
+def _mostly_empty(staging: Staging, mixture: Mixture) -> Counter[str]:
+    """The columns that a template names and that are empty in most rows of their entry."""
+    mostly = Counter[str]()
+    for (entry, column), count in staging.empty.items():
+        if count > staging.entries[entry] / 2:
+            spec = mixture.tasks[entry]
+            mostly[f"rows of {spec.name or spec.task_column} in which {column!r} is empty"] = count
+    return mostly
 
 
 def _pieces(count: int) -> Iterator[slice]:

@@ -3,44 +3,48 @@
     <|user|>Hi<|assistant|>Hello.<|end|>                  ( ): an answer, from the end of what the template
                           (            )                  writes before one to the end of its turn
 
-Everything is rendered by transformers, as `apply_chat_template` does it. `{% generation %}` marks of a template say
-what answers are; else the template is asked for the conversation up to each answer, with its prompt for one and with
-the answer. What it writes of earlier turns then must be what it writes of them in the whole; a template that rewrites
-them (as those do that drop earlier thoughts) gives a sample for each answer, its history as it is written then.
+`{% generation %}` marks of a template say what answers are; else the template is asked for the conversation up to each
+answer, with its prompt for one and with the answer. What it writes of earlier turns then must be what it writes of them
+in the whole; a template that rewrites them (as those do that drop earlier thoughts) gives a sample for each answer, its
+history as it is written then. What of the row it does not write is counted, or of an answer an error.
 """
 
-import datetime
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.tools.mixture.fields import described
-from megatron_dynapipe.tools.mixture.messages import KNOWN, Conversation, Message, TemplateError
-from megatron_dynapipe.tools.mixture.spec import Turns
-from megatron_dynapipe.tools.prepare.tokenizer import NO_CHAT_TEMPLATE, Tokenizer
-
-DATE = datetime.date(2025, 1, 1)
-"""Today, for templates that ask, unless a mixture says another."""
-
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_EMPTY_THOUGHT = re.compile(r"\s*(?:<(?P<tag>[\w:|]*think\w*)>\s*</(?P=tag)>|</think>)\s*")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_DATE_FORMATS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_FIXED_DATE = (
-    "{%- macro strftime_now(format) -%}{%- if format in dynapipe_dates -%}{{ dynapipe_dates[format] }}{%- else -%}"
-    "{{ raise_exception('expected a format of the date that is written in the template') }}{%- endif -%}"
-    "{%- endmacro %}\n"
+from megatron_dynapipe.tools.mixture.messages import (
+    CONTENT,
+    KNOWN,
+    ROLES,
+    THOUGHTS,
+    Conversation,
+    Message,
+    TemplateError,
+    text_of,
+    thought_of,
 )
-"""Before a template that asks for the date: transformers lets no function of ours in. It writes nothing."""
+from megatron_dynapipe.tools.mixture.spec import TaskSpec, Turns
+from megatron_dynapipe.tools.prepare.forms import forms
+from megatron_dynapipe.tools.prepare.rendering import Rendered, Rendering
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer
+from megatron_dynapipe.tools.prepare.written import CALLS, Reading, with_marks
+
+_EMPTY_THOUGHT = re.compile(r"\s*(?:<(?P<tag>[\w:|]*think\w*)>\s*</(?P=tag)>|</think>)\s*")
+_CLOSES = "</think>"
 _OTHER_ANSWER = "\0"
+_ANY = -1
+"""In place of a message, for what is of the whole row."""
 
 OTHERS = "messages of other roles that are marked to be learned, which only the assistant's are"
 REWRITES = "conversations with a sample for each answer (turns: each), since the chat template rewrites earlier turns"
 OTHER_PROMPT = "answers before which the chat template writes something else than its prompt for one"
 EMPTY_THOUGHTS = "answers with an empty thought that the chat template writes, which is not learned"
+CONTROL = "messages whose text has control tokens of the tokenizer, which are encoded as such"
+
+Spans = list[tuple[int, int]]
+Lost = tuple[int, str]
+"""A message, and what of it is not written, in words."""
 
 
 class RewrittenError(TemplateError):
@@ -62,106 +66,200 @@ class Written:
         text: as its template writes it.
         answers: (first, end) characters of each answer that is to be learned, in order.
         is_marked: whether the template marks them; then nothing else is learned.
+        lost: what the row has and the text has not.
     """
 
     conversation: Conversation
     text: str
-    answers: list[tuple[int, int]]
+    answers: Spans
     is_marked: bool
+    lost: tuple[str, ...] = ()
+
+    @property
+    def has_empty_answer(self) -> bool:
+        """Whether it would teach to answer with nothing."""
+        answers = (self.conversation.messages[at] for at in self.conversation.answers)
+        return not all(text_of(answer).strip() or answer.get(CALLS) or thought_of(answer) for answer in answers)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or another.
+    """The chat template of a mixture's entry.
+
+    Args:
+        tokenizer: whose template it is.
+        template: in place of the tokenizer's.
+        spec: the entry.
+        control: finds the tokenizer's control tokens in a text; None where it has none.
 
     Attributes:
         remarks: what the user should know of what was written, counted.
+        not_written: what rows have and the template does not write, counted.
 
     Raises:
         DataError: there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, *, learns_empty_thoughts: bool = False) -> None:
-        if template is None and not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"{tokenizer.name_or_path}: expected a tokenizer with a chat template for conversations, it has none",
-                hint=NO_CHAT_TEMPLATE,
-            )
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None, spec: TaskSpec, control: re.Pattern[str] | None
+    ) -> None:
         self.remarks: Counter[str] = Counter()
-        self._render_all = render_jinja_template
-        self._tokenizer = tokenizer
-        self._template = template
-        self._special: dict[str, Any] = tokenizer.special_tokens_map
-        self._learns_empty_thoughts = learns_empty_thoughts
-        self._sources: dict[bool, str] = {}
-        self._reads: dict[tuple[bool, str], bool] = {}
+        self.not_written: Counter[str] = Counter()
+        self._spec = spec
+        self._render = Rendering(tokenizer, template, spec.date, spec.template_arguments)
+        self._reading = Reading(control)
+        self._control = control
 
-    def write(self, conversation: Conversation, turns: Turns | None, date: datetime.date | None) -> Iterator[Written]:
+    def write(self, conversation: Conversation) -> list[Written]:
         """The samples of a conversation, in order; none without an answer.
 
         Raises:
-            TemplateError: the template cannot write it, or rewrites earlier turns although all are to be learned.
+            TemplateError: the template cannot write it or what is to be learned of it, or rewrites earlier turns
+                although all are to be learned.
         """
-        self._remark_unread(conversation)
-        if conversation.others:
-            self.remarks[OTHERS] += conversation.others
         if not conversation.answers:
-            return
-        if turns is Turns.LAST:
-            last = conversation.answers[-1:]
-            yield self.written(Conversation(conversation.messages, conversation.tools, last), date)
-            return
-        if turns is not Turns.EACH:
-            before = self.remarks.copy()
-            try:
-                whole = self.written(conversation, date)
-            except RewrittenError:
-                if turns is Turns.ALL:
-                    raise
-                self.remarks = before + Counter({REWRITES: 1})
-            else:
-                yield whole
-                return
-        for answer in conversation.answers:
-            yield self.written(conversation.until(answer), date)
+            return []
+        if self._spec.turns is Turns.LAST:
+            conversation = replace(conversation, answers=conversation.answers[-1:])
+        if self._spec.strip_newlines:
+            conversation = replace(conversation, messages=list(map(_without_newlines, conversation.messages)))
+        conversation, whole, unwritten = self._formed(conversation)
+        before = self.remarks.copy()
+        try:
+            samples = self._samples(conversation, whole)
+            lost = self._lost(conversation, whole[0], unwritten)
+        except TemplateError:
+            self.remarks = before
+            raise
+        self._remark(conversation)
+        self.not_written.update(name for _, name in lost)
+        self.not_written.update(f"rows with the column {name!r}" for name in self._unread_columns(conversation))
+        return [
+            replace(sample, lost=tuple(name for at, name in lost if at < len(sample.conversation.messages)))
+            for sample in samples
+        ]
 
-    def written(self, conversation: Conversation, date: datetime.date | None) -> Written:
-        """One sample of a conversation; raises as `write`."""
+    def written(self, conversation: Conversation, whole: Rendered | None = None) -> Written:
+        """One sample of a conversation in its form; raises as `write`."""
         messages = conversation.messages
-        tools = conversation.tools
-        text, marks = self._render(messages, tools, date, marked=True)
+        text, marks = whole or self._render(conversation, messages, marked=True)
         wholes = []
         for at in conversation.answers:
             is_last = at == len(messages) - 1
-            wholes.append(text if is_last else self._render(messages[: at + 1], tools, date)[0])
+            wholes.append(text if is_last else self._render(conversation, messages[: at + 1])[0])
             if not text.startswith(wholes[-1]):
                 raise RewrittenError(at)
-        if marks is not None:
-            return Written(conversation, text, _chosen(marks, conversation), True)
-        answers: list[tuple[int, int]] = []
-        for at, whole in zip(conversation.answers, wholes, strict=True):
-            prompt = self._prompt(messages[: at + 1], tools, date, whole)
-            if prompt < (answers[-1][1] if answers else 0):
+        answers: Spans = []
+        for at, part in zip(conversation.answers, wholes, strict=True):
+            before = answers[-1][1] if answers else 0
+            if marks is not None:
+                answers += self._marked(conversation, at, part, marks)
+                continue
+            first = self._prompt(conversation, at, part, before)
+            if first < before:
                 raise RewrittenError(at)
-            answers.append((self._without_thought(text, prompt, len(whole), messages[at]), len(whole)))
-        return Written(conversation, text, answers, False)
+            self._check(at, messages[at], part[first:])
+            answers.append((self._without_thought(text, first, len(part), messages[at]), len(part)))
+        return Written(conversation, text, answers, marks is not None)
 
-    def _prompt(self, messages: Sequence[Message], tools: Any, date: datetime.date | None, whole: str) -> int:
-        """The characters that are given to the model before the last of these messages."""
-        if len(messages) == 1:  # of no messages most templates write nothing
-            other = self._render([messages[0] | {"content": _OTHER_ANSWER}], tools, date)[0]
+    def _marked(self, conversation: Conversation, at: int, whole: str, marks: Spans) -> Spans:
+        """What is marked of an answer, whose conversation is written up to it."""
+        messages = conversation.messages
+        before = _common(self._render(conversation, messages[:at])[0], whole) if at else 0
+        marked: Spans = []
+        for first, end in marks:
+            if max(first, before) < end <= len(whole):
+                touches = bool(marked) and marked[-1][1] == first
+                marked.append((marked.pop()[0] if touches else first, end))
+        self._check(at, messages[at], "".join(whole[first:end] for first, end in marked))
+        return marked
+
+    def _samples(self, conversation: Conversation, whole: Rendered) -> list[Written]:
+        turns = self._spec.turns
+        if turns is not Turns.EACH:
+            before = self.remarks.copy()
+            try:
+                return [self.written(conversation, whole)]
+            except RewrittenError:
+                if turns is not None:
+                    raise
+                self.remarks = before + Counter({REWRITES: 1})
+        return [self.written(conversation.until(answer)) for answer in conversation.answers]
+
+    def _formed(self, conversation: Conversation) -> tuple[Conversation, Rendered, list[int]]:
+        """The conversation in the form of which its template writes most, that text, and contents that it lacks."""
+        has_tools = conversation.tools is not None
+        reads_thoughts = self._render.reads(THOUGHTS[0], has_tools)
+        has_tags = _CLOSES in self._render.source(has_tools)
+        best: tuple[int, Conversation, Rendered, list[int]] | None = None
+        refused: TemplateError | None = None
+        for messages in forms(conversation.messages, reads_thoughts=reads_thoughts, has_tags=has_tags):
+            formed = replace(conversation, messages=messages)
+            try:
+                whole = self._render(formed, messages, marked=True)
+            except TemplateError as error:
+                refused = refused or error
+                continue
+            unwritten = self._unwritten(formed, whole[0])
+            misses = len(unwritten) + self._misses(formed, whole[0])
+            if best is None or misses < best[0]:
+                best = misses, formed, whole, unwritten
+            if not misses:
+                break
+        if best is None:
+            assert refused is not None
+            raise refused
+        return best[1:]
+
+    def _misses(self, conversation: Conversation, text: str) -> int:
+        """How much of it but contents is not written, or is written twice; earlier thoughts may be dropped."""
+        messages = conversation.messages
+        plain = self._reading.plain(text)
+        closed = sum(max(int(message["role"] == "assistant"), text_of(message).count(_CLOSES)) for message in messages)
+        lost = [key for message in messages for key in self._reading.lost(message, plain, kept=message is messages[-1])]
+        return len(lost) - lost.count(CONTENT) + max(text.count(_CLOSES) - closed, 0)
+
+    def _unwritten(self, conversation: Conversation, text: str) -> list[int]:
+        def marked() -> str | None:
+            try:
+                return self._render(conversation, with_marks(conversation.messages))[0]
+            except TemplateError:
+                return None
+
+        return self._reading.unwritten(conversation.messages, text, marked)
+
+    def _check(self, at: int, message: Message, part: str) -> None:
+        """Raise a TemplateError where a part of a text does not have all of an answer."""
+        if lost := self._reading.lost(message, self._reading.plain(part)):
+            raise TemplateError(
+                f"message {at}: expected a chat template that writes the answer's {' and '.join(lost)}, which "
+                f"{'is' if len(lost) == 1 else 'are'} to be learned, this one does not",
+                hint="take another template, or take that out of the rows; --bad-rows skip leaves out such rows",
+            )
+        if part.count(_CLOSES) > max(1, text_of(message).count(_CLOSES)):
+            raise TemplateError(
+                f"message {at}: expected an answer with one thought, the chat template writes one of its own before it",
+                hint="write the row's thought as `reasoning_content`",
+            )
+
+    def _prompt(self, conversation: Conversation, at: int, whole: str, before: int) -> int:
+        """The characters that are given to the model before an answer, whose conversation is written up to it."""
+        messages = conversation.messages
+        if at == 0:  # of no messages most templates write nothing
+            other = self._render(conversation, [messages[0] | {CONTENT: _OTHER_ANSWER}])[0]
             return _common(other, whole)
-        prompt = self._render(messages[:-1], tools, date, prompts=True)[0]
+        prompt = self._render(conversation, messages[:at], prompts=True)[0]
         if whole.startswith(prompt):
             return len(prompt)
         self.remarks[OTHER_PROMPT] += 1
-        return _common(prompt, whole)
+        common = _common(prompt, whole)
+        content = text_of(messages[at]).strip()
+        first = whole.find(content, max(before, common - len(content) + 1))
+        return first if content and 0 <= first < common else common
 
     def _without_thought(self, text: str, first: int, end: int, message: Message) -> int:
         """Where an answer begins after an empty thought that the row does not have."""
-        content = message.get("content", "")
-        if self._learns_empty_thoughts or "</think" in content or any(message.get(key) for key in _THOUGHTS):
+        content = text_of(message)
+        if self._spec.empty_thoughts or "</think" in content or thought_of(message):
             return first
         thought = _EMPTY_THOUGHT.match(text, first, end)
         if thought is None or _EMPTY_THOUGHT.match(content):
@@ -169,77 +267,58 @@ class ChatTemplate:
         self.remarks[EMPTY_THOUGHTS] += 1
         return thought.end()
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Any,
-        date: datetime.date | None,
-        *,
-        prompts: bool = False,
-        marked: bool = False,
-    ) -> tuple[str, list[tuple[int, int]] | None]:
-        """What the template writes, and what it marks as the model's; None where it marks nothing."""
-        try:
-            source = self._source(tools is not None)
-            has_marks = marked and _MARKS.search(source) is not None
-            if "strftime_now" in source:
-                today = date or DATE
-                self.remarks[f"conversations with {today} as today's date, for which the chat template asks"] += marked
-                formats = {form: today.strftime(form) for _, form in _DATE_FORMATS.findall(source)}
-                source = _FIXED_DATE + source
-                special = self._special | {"dynapipe_dates": formats}
-            else:
-                special = self._special
-            (text,), marks = self._render_all(
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=source,
-                return_assistant_tokens_mask=has_marks,
-                add_generation_prompt=prompts,
-                **special,
-            )
-        except Exception as error:  # a template is a program
-            raise TemplateError(f"the chat template refuses the conversation: {described(error)}") from error
-        return text, marks[0] if has_marks else None
-
-    def _source(self, has_tools: bool) -> str:
-        if has_tools not in self._sources:
-            named: dict[str, Any] = {"tools": [{}]} if has_tools else {}
-            self._sources[has_tools] = self._tokenizer.get_chat_template(self._template, **named)
-        return self._sources[has_tools]
-
-    def _remark_unread(self, conversation: Conversation) -> None:
+    def _lost(self, conversation: Conversation, text: str, unwritten: list[int]) -> list[Lost]:
+        """What of a conversation's given messages its text does not have; raises as `write`."""
+        messages = conversation.messages
+        plain = self._reading.plain(text)
         has_tools = conversation.tools is not None
-        for message in conversation.messages:
-            for key in sorted(message.keys() - KNOWN):
-                if not self._is_read(key, has_tools):
-                    self.remarks[f"messages with {key!r}, which the chat template does not read"] += 1
-        if has_tools and not self._is_read("tools", has_tools):
-            self.remarks["conversations with 'tools', which the chat template does not read"] += 1
+        found: set[Lost] = set()
+        for at in set(unwritten) - set(conversation.answers):
+            if (role := messages[at]["role"]) not in ROLES:
+                raise TemplateError(
+                    f"message {at}: expected a role that the chat template writes, got {role!r}",
+                    hint=f"`roles: {{{role}: user}}` in the mixture gives it another name",
+                )
+            found.add((at, f"messages of role {role!r}"))
+        for at, message in enumerate(messages):
+            unread = sorted(key for key in message.keys() - KNOWN if not self._render.reads(key, has_tools))
+            if at not in conversation.answers:
+                unread += [key for key in self._reading.lost(message, plain) if key != CONTENT]
+            found |= {(at, f"messages with {key!r}") for key in unread}
+        tools = [str(tool.get("function", tool).get("name", "")) for tool in conversation.tools or []]
+        if has_tools and not (
+            self._render.reads("tools", has_tools) and all(self._reading.plain(name) in plain for name in tools)
+        ):
+            found.add((_ANY, "conversations with 'tools'"))
+        return sorted(found)
 
-    def _is_read(self, key: str, has_tools: bool) -> bool:
-        if (has_tools, key) not in self._reads:
-            names = _THOUGHTS if key in _THOUGHTS else (key,)  # transformers copies a thought under all these names
-            pattern = rf"\b({'|'.join(map(re.escape, names))})\b"
-            self._reads[has_tools, key] = re.search(pattern, self._source(has_tools)) is not None
-        return self._reads[has_tools, key]
+    def _unread_columns(self, conversation: Conversation) -> list[str]:
+        return sorted(conversation.columns.keys() - self._render.columns(conversation).keys())
+
+    def _remark(self, conversation: Conversation) -> None:
+        if conversation.others:
+            self.remarks[OTHERS] += conversation.others
+        has_tools = conversation.tools is not None
+        if self._render.asks_date(has_tools):
+            date = self._render.date
+            self.remarks[f"conversations with {date} as today's date, for which the chat template asks"] += 1
+        if unset := self._render.unset(conversation):
+            names = ", ".join(unset)
+            self.remarks[f"conversations in which the chat template's own default stands for {names}"] += 1
+        if self._control is not None:
+            texts = map(text_of, conversation.messages)
+            if count := sum(self._control.search(text) is not None for text in texts):
+                self.remarks[CONTROL] += count
+
+
+def _without_newlines(message: Message) -> Message:
+    content = message.get(CONTENT)
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    return message | {CONTENT: content.lstrip("\n")}
 
 
 def _common(first: str, second: str) -> int:
     """How many characters two texts begin with alike."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
-def _chosen(marks: list[tuple[int, int]], conversation: Conversation) -> list[tuple[int, int]]:
-    """The marked parts that are to be learned: all, or those of the answers that are."""
-    marks = [(first, end) for first, end in marks if first < end]
-    turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if turns == conversation.answers:
-        return marks
-    if len(marks) != len(turns):
-        raise TemplateError(
-            f"expected a `generation` mark for each of {len(turns)} answers, and some answers are not to be learned, "
-            f"the template has {len(marks)}"
-        )
-    return [mark for mark, at in zip(marks, turns, strict=True) if at in conversation.answers]

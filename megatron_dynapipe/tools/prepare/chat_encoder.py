@@ -8,6 +8,7 @@ from megatron_dynapipe.sampling.long_samples import LongSamples
 from megatron_dynapipe.tools.mixture.fields import Refuse
 from megatron_dynapipe.tools.mixture.messages import Conversation, RowError, TemplateError
 from megatron_dynapipe.tools.mixture.spec import TaskSpec
+from megatron_dynapipe.tools.mixture.templates import bounded
 from megatron_dynapipe.tools.prepare.chat import ChatTemplate, Written
 from megatron_dynapipe.tools.prepare.encoded import Encoded, TextEncoder
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings
@@ -16,6 +17,10 @@ from megatron_dynapipe.tools.prepare.teach import Ends, Speech, Taught
 UNENDED = (
     "answers that end in no special token, since the chat template writes none after them: a model does not learn there"
     " when to stop (`eos: true` ends a conversation with the tokenizer's end token)"
+)
+CUT = (
+    "answers whose first token also holds the end of what is given before them, so that a model learns to begin with a"
+    " token that it cannot write there (`strip_newlines: true` takes leading newlines off answers)"
 )
 
 
@@ -38,20 +43,21 @@ class ChatEncoder:
         self._ends = ends
         self._spec = spec
         self._settings = settings
-        self._template = ChatTemplate(encoder.tokenizer, template, learns_empty_thoughts=spec.empty_thoughts)
+        self._template = ChatTemplate(encoder.tokenizer, template, spec, encoder.control)
         self._speech = Speech(encoder.special, encoder.is_blank)
 
     def __call__(self, rows: Iterable[tuple[int, Any]], refuse: Refuse) -> Iterator[tuple[int, str, TaughtChat | None]]:
         """(number, task, sample) of each sample; None of a conversation that has no answer."""
         asked: list[tuple[int, str, Written | None]] = []
-        for number, (name, conversation) in rows:
-            try:
-                written = list(self._template.write(conversation, self._spec.turns, self._spec.date))
-            except RowError as error:
-                refuse(number, error)
-            else:
-                samples: Sequence[Written | None] = written or [None]
-                asked += [(number, name, sample) for sample in samples]
+        with bounded():
+            for number, (name, conversation) in rows:
+                try:
+                    written = self._template.write(conversation)
+                except RowError as error:
+                    refuse(number, error)
+                else:
+                    samples: Sequence[Written | None] = written or [None]
+                    asked += [(number, name, sample) for sample in samples]
         encoded = iter(self._encoder.rendered([sample.text for *_, sample in asked if sample is not None]))
         for number, name, sample in asked:
             if sample is None:
@@ -64,12 +70,13 @@ class ChatEncoder:
             else:
                 yield number, name, taught
 
-    def taken_remarks(self) -> Counter[str]:
-        """What the user should know of the conversations since the last call, counted."""
-        remarks = self._template.remarks + Counter({UNENDED: self._speech.unended})
-        self._template.remarks = Counter()
-        self._speech.unended = 0
-        return remarks
+    def taken_remarks(self) -> tuple[Counter[str], Counter[str]]:
+        """What the user should know of the conversations since the last call, and what was not written, counted."""
+        remarks = self._template.remarks + Counter({UNENDED: self._speech.unended, CUT: self._speech.cut})
+        not_written = self._template.not_written
+        self._template.remarks, self._template.not_written = Counter(), Counter()
+        self._speech.unended = self._speech.cut = 0
+        return remarks, not_written
 
     def _taught(self, written: Written, encoded: Encoded) -> TaughtChat:
         whole = self._speech.taught(written, encoded, self._ends, always_ends=self._spec.ends)
@@ -87,7 +94,8 @@ class ChatEncoder:
             if conversation.messages[first]["role"] != "user":
                 continue
             try:
-                written = self._template.written(conversation.from_turn(first), self._spec.date)
+                with bounded():
+                    written = self._template.written(conversation.from_turn(first))
             except TemplateError:
                 continue
             finally:

@@ -25,6 +25,7 @@ from megatron_dynapipe.tools.mixture.fields import Reader, read_rows, row_error,
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.mixture.templates import bounded
 from megatron_dynapipe.tools.prepare.chat_encoder import ChatEncoder
 from megatron_dynapipe.tools.prepare.encoded import TextEncoder
 from megatron_dynapipe.tools.prepare.indexed import token_dtype
@@ -48,6 +49,7 @@ type Columns = dict[str, npt.NDArray[Any]]
     digests: uint64[n], of each sample's text.
     statuses: uint8[n].
     spans: int64[m, 3], (sample, first, end): parts of inputs that are to be learned, too.
+    lost: uint64[n], a bit for each name in `not_written` that its template has not written of a sample's row.
 """
 
 
@@ -59,6 +61,8 @@ class EncodedBlock:
         names: of the tasks that occur.
         columns: the samples.
         remarks: what the user should know of some of them, counted.
+        not_written: what rows have and their template does not write, counted.
+        empty: rows in which a column is empty that a template names, by column.
         bad: rows that gave no sample, by reason and task.
         errors: of these, the first `MOST_ERRORS` of each reason, in words.
     """
@@ -66,11 +70,15 @@ class EncodedBlock:
     names: tuple[str, ...]
     columns: Columns
     remarks: Counter[str]
+    not_written: Counter[str]
+    empty: Counter[str]
     bad: Counter[tuple[Skipped, str]]
     errors: dict[Skipped, list[str]]
 
 
 MOST_ERRORS = 3
+MOST_LOST = 64
+"""Names of what is not written that samples are marked with."""
 UNKNOWN_TASK = "unknown"
 """The task of rows that cannot be read, where rows say their task themselves."""
 
@@ -89,6 +97,7 @@ class _Samples:
     digests: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     spans: list[list[tuple[int, int]]] = field(default_factory=list)
+    lost: list[tuple[str, ...]] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
 
     def add(self, row: int, task: str, digest: int, taught: Taught, status: int = KEPT) -> None:
@@ -98,6 +107,7 @@ class _Samples:
         self.digests.append(digest)
         self.parts += (taught.input, taught.target)
         self.spans.append(taught.spans)
+        self.lost.append(taught.lost)
         self.statuses.append(status)
 
 
@@ -126,6 +136,7 @@ class Encoder:
                 f"every input, got {settings.max_input_length}"
             )
         self._dtype = token_dtype(vocabulary_size)
+        self._empty: Counter[str] = Counter()
         self._readers: dict[int, Reader] = {}
         self._chats: dict[int, ChatEncoder] = {}
 
@@ -137,10 +148,10 @@ class Encoder:
         """
         spec = self._mixture.tasks[task]
         if task not in self._readers:
-            self._readers[task] = row_reader(spec)
+            self._readers[task] = row_reader(spec, self._empty)
         errors = _Refused(block, spec, self._settings.bad_rows)
         rows = read_rows(block, self._readers[task], errors.add)
-        remarks: Counter[str] = Counter()
+        remarks: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         if spec.messages is not None:
             samples = self._conversations(rows, task, errors)
             remarks = self._chats[task].taken_remarks()
@@ -148,12 +159,13 @@ class Encoder:
             samples = self._texts(rows, spec)
         else:
             samples = self._pairs(rows, spec)
-        return self._finished(samples, remarks, errors)
+        return self._finished(samples, *remarks, errors)
 
     def _pairs(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
         samples = _Samples()
         ends = self._ends
-        numbered = list(rows)
+        with bounded():
+            numbered = list(rows)
         encoded = iter(self._encode([text for _, (_, *texts) in numbered for text in texts]))
         for number, (name, input_text, target_text) in numbered:
             taught = Taught(ends.input(next(encoded)), ends.target(next(encoded), ends=spec.ends))
@@ -167,10 +179,11 @@ class Encoder:
         is_next = spec.objective is Objective.NEXT_TOKEN
         for (number, (name, text)), ids in zip(numbered, self._encode([row[1][1] for row in numbered]), strict=True):
             tokens = ends.document(ids, ends=spec.ends) if is_next else ids
-            for place, piece in enumerate(pieces(tokens, spec.length) if len(tokens) else [tokens]):
+            least = LEAST_TOKENS + (is_next and spec.ends)
+            for place, piece in enumerate(pieces(tokens, spec.length, least) if len(tokens) else [tokens]):
                 digest = _digest(name, text, str(place))
-                if len(piece) < LEAST_TOKENS:
-                    taught = Taught(Part(()), Part(()))
+                if len(piece) < least:
+                    taught = Taught(Part(piece[:1]), Part(()))
                 elif is_next:
                     taught = Taught(Part(piece[:1]), ends.target(piece[1:], ends=False))
                 else:
@@ -193,7 +206,9 @@ class Encoder:
                 samples.add(number, name, _digest(name, text), sample, TRUNCATED if is_shorter else KEPT)
         return samples
 
-    def _finished(self, samples: _Samples, remarks: Counter[str], errors: "_Refused") -> EncodedBlock:
+    def _finished(
+        self, samples: _Samples, remarks: Counter[str], not_written: Counter[str], errors: "_Refused"
+    ) -> EncodedBlock:
         count = len(samples.rows)
         statuses = self._statuses(samples, errors)
         ids = self._shortened(samples, statuses)
@@ -213,6 +228,8 @@ class Encoder:
         bounds = (np.cumsum(lengths.sum(1)) * self._dtype.itemsize).tolist()
         checksums = [zlib.crc32(data[start:end]) for start, end in itertools.pairwise([0, *bounds])]
         spans = [(at, *span) for at, some in enumerate(samples.spans) if statuses[at] <= TRUNCATED for span in some]
+        bits = {name: 1 << at for at, name in enumerate(itertools.islice(not_written, MOST_LOST))}
+        lost = (sum(bits.get(name, 0) for name in some) for some in samples.lost)
         columns = {
             "tasks": np.fromiter((place[name] for name in samples.tasks), np.uint16, count),
             "lengths": lengths,
@@ -222,8 +239,11 @@ class Encoder:
             "digests": np.array(samples.digests, "<u8"),
             "statuses": statuses,
             "spans": np.array(spans, "<i8").reshape(-1, 3),
+            "lost": np.fromiter(lost, "<u8", count),
         }
-        return EncodedBlock(names, columns, remarks, errors.counts, errors.errors)
+        empty = self._empty.copy()
+        self._empty.clear()
+        return EncodedBlock(names, columns, remarks, not_written, empty, errors.counts, errors.errors)
 
     def _statuses(self, samples: _Samples, errors: "_Refused") -> npt.NDArray[np.uint8]:
         """The outcome of each sample; raises DataError where that is an error."""
@@ -306,12 +326,12 @@ MEAN_SPAN = 3.0
 LEAST_TOKENS = 2
 
 
-def pieces(tokens: Sequence[int], length: int) -> Iterator[Sequence[int]]:
-    """A text's tokens, `length` at a time; a last piece of a single token goes with the one before."""
+def pieces(tokens: Sequence[int], length: int, least: int = LEAST_TOKENS) -> Iterator[Sequence[int]]:
+    """A text's tokens, `length` at a time; a last piece of fewer than `least` goes with the one before."""
     first = 0
     while first < len(tokens):
         left = len(tokens) - first
-        size = left if left == length + 1 else min(length, left)
+        size = left if left < length + least else min(length, left)
         yield tokens[first : first + size]
         first += size
 

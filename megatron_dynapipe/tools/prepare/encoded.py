@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -28,6 +29,9 @@ class Encoded(Protocol):
     def end(self, character: int) -> int:
         """The first token that begins at or after a place."""
 
+    def is_cut(self, character: int) -> bool:
+        """Whether a token stands on both sides of a place."""
+
 
 class FastEncoded:
     """Tokens with their characters, as fast tokenizers say them."""
@@ -43,6 +47,11 @@ class FastEncoded:
     def end(self, character: int) -> int:
         """As `Encoded`."""
         return bisect_left(self._offsets, character, key=itemgetter(0))
+
+    def is_cut(self, character: int) -> bool:
+        """As `Encoded`."""
+        first = self.first(character)
+        return first < len(self.ids) and self._offsets[first][0] < character
 
 
 class SlowEncoded:
@@ -65,6 +74,10 @@ class SlowEncoded:
         return len(tokens)
 
     end = first
+
+    def is_cut(self, character: int) -> bool:
+        """As `Encoded`; such a text is refused."""
+        return False
 
 
 class TextEncoder:
@@ -113,6 +126,13 @@ class TextEncoder:
         """The special tokens."""
         added = self.tokenizer.added_tokens_decoder.items()
         return frozenset(self.tokenizer.all_special_ids) | {token for token, form in added if form.special}
+
+    @functools.cached_property
+    def control(self) -> re.Pattern[str] | None:
+        """Finds the special tokens in a text; None without any."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = sorted({form.content for form in added if form.special and form.content.strip()}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     @functools.cached_property
     def is_blank(self) -> Callable[[tuple[int, ...]], bool]:

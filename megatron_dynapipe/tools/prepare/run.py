@@ -8,6 +8,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -39,7 +40,7 @@ from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer,
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
-_RECIPE = 2
+_RECIPE = 3
 """Raised when the same sources and settings give another dataset."""
 _AHEAD = 2
 """Blocks on their way to or from each worker."""
@@ -112,7 +113,10 @@ def _prepare(
     clear(folder)
     if before is not None and before.content_hash != meta.content_hash:
         replaced = sum(before.split_samples.values())
-        notes += (f"replaced another dataset in {output}: {replaced} samples of {before.source}",)
+        notes += (
+            f"replaced another dataset in {output}: {replaced} samples of {before.source}, made of other sources or"
+            " settings, or by an earlier version",
+        )
     return meta, notes
 
 
@@ -284,6 +288,7 @@ def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tok
     for reason, count in meta.skipped.items():
         yield f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
         yield from (f"  {error}" for error in staging.errors.get(Skipped(reason), ()))
+    yield from (f"{name}, which the template does not write: {count}" for name, count in meta.not_written.items())
     yield from (f"{remark}: {count}" for remark, count in sorted(staging.remarks.items()))
     if tokenizer.pad_token_id is None:
         yield (
@@ -291,6 +296,8 @@ def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tok
             " not count (--pad-token names another)"
         )
     for spec in mixture.tasks:
+        if isinstance(spec.template, str) and re.search(r"\n\s*\|\|\||\|\|\|\s*\n", spec.template):
+            yield f"task {spec.name}: newlines at ||| are left out; `template: {{input: …, target: …}}` keeps them"
         there = meta.read.get(spec.name or "", 0)
         if spec.name is not None and there < (spec.limit or 0):
             yield f"task {spec.name}: {spec.limit} samples were asked for, it has {there}"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.tools.prepare.encode import MOST_ERRORS, EncodedBlock
+from megatron_dynapipe.tools.prepare.encode import MOST_ERRORS, MOST_LOST, EncodedBlock
 from megatron_dynapipe.tools.prepare.settings import Skipped
 
 COLUMNS: dict[str, str] = {
@@ -28,6 +28,7 @@ COLUMNS: dict[str, str] = {
     "statuses": "u1",
     "tasks": "<u2",
     "spans": "<i8",
+    "lost": "<u8",
 }
 """Files of a staging folder, and their types."""
 TOKENIZER, FINISHED, OLD = "tokenizer", "dataset", "old"
@@ -43,6 +44,8 @@ class Staging:
         folder: where they are.
         entries: samples of each entry of the mixture so far.
         remarks: what the user should know of some samples, counted.
+        not_written: what rows have and their template does not write, counted.
+        empty: rows in which a column is empty that a template names, by entry and column.
         bad: rows that gave no sample, by reason and task.
         errors: of rows that were left out, the first of each reason, in words.
     """
@@ -52,6 +55,8 @@ class Staging:
         self._task_ids: dict[str, int] = {}
         self.entries: list[int] = []
         self.remarks: Counter[str] = Counter()
+        self.not_written: Counter[str] = Counter()
+        self.empty: Counter[tuple[int, str]] = Counter()
         self.bad: Counter[tuple[Skipped, str]] = Counter()
         self.errors: dict[Skipped, list[str]] = {}
         self._files = {name: (folder / name).open("wb") for name in COLUMNS}
@@ -70,12 +75,16 @@ class Staging:
         """Append a block's samples."""
         ids = np.array([self._task_id(name) for name in block.names], np.uint16)
         columns = block.columns
-        columns = columns | {"tasks": ids[columns["tasks"]], "spans": columns["spans"] + [self.samples, 0, 0]}
+        self.not_written.update(block.not_written)
+        spans = columns["spans"] + [self.samples, 0, 0]
+        lost = _with_bits(columns["lost"], list(block.not_written), list(self.not_written))
+        columns = columns | {"tasks": ids[columns["tasks"]], "spans": spans, "lost": lost}
         for name, file in self._files.items():
             file.write(columns[name].tobytes())
         self.entries += [0] * (entry + 1 - len(self.entries))
         self.entries[entry] += len(columns["tasks"])
         self.remarks += block.remarks
+        self.empty.update({(entry, column): count for column, count in block.empty.items()})
         self.bad += block.bad
         for reason, errors in block.errors.items():
             self.errors[reason] = [*self.errors.get(reason, []), *errors][:MOST_ERRORS]
@@ -95,6 +104,15 @@ class Staging:
         if name not in self._task_ids and len(self._task_ids) == MOST_TASKS:
             raise DataError(f"expected at most {MOST_TASKS} tasks, got {MOST_TASKS + 1}")
         return self._task_ids.setdefault(name, len(self._task_ids))
+
+
+def _with_bits(lost: npt.NDArray[np.uint64], names: list[str], all_names: list[str]) -> npt.NDArray[np.uint64]:
+    """The bits of names in one list as those of the same names in another."""
+    bits = np.zeros_like(lost)
+    for at, name in enumerate(names[:MOST_LOST]):
+        if (place := all_names.index(name)) < MOST_LOST:
+            bits |= (lost >> np.uint64(at) & np.uint64(1)) << np.uint64(place)
+    return bits
 
 
 @contextlib.contextmanager

@@ -56,11 +56,13 @@ class Taught:
         input: an encoder reads all of it, a decoder without what is after its text.
         target: all of it counts.
         spans: (first, end) tokens of the input that count, too.
+        lost: what the row has and its template has not written, in words.
     """
 
     input: Part
     target: Part
     spans: list[tuple[int, int]] = field(default_factory=list)
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +105,14 @@ class Speech:
 
     Attributes:
         unended: answers so far that end in no special token.
+        cut: answers so far whose first token also has the end of what is given.
     """
 
     def __init__(self, special: frozenset[int], is_blank: Callable[[tuple[int, ...]], bool]) -> None:
         self._special = special
         self._is_blank = is_blank
         self.unended = 0
+        self.cut = 0
 
     def taught(self, written: Written, encoded: Encoded, ends: Ends, *, always_ends: bool) -> Taught:
         """A conversation's sample; a part of it is empty where it has no answer, or nothing before one."""
@@ -116,15 +120,29 @@ class Speech:
         for first, end in written.answers:
             tokens = max(encoded.first(first), spans[-1][1] if spans else 0), encoded.end(end)
             if tokens[0] < tokens[1]:
+                self.cut += encoded.is_cut(first) and encoded.ids[tokens[0]] not in self._special
                 spans.append(tokens if written.is_marked else (tokens[0], self._stop(encoded.ids, *tokens)))
         if not spans:
-            return Taught(Part(()), Part(()))
+            return Taught(Part(()), Part(()), lost=written.lost)
         first, end = spans.pop()
-        target = ends.target(encoded.ids[first:end], ends=always_ends)
-        for last in [*(end for _, end in spans), end]:
-            self.unended += encoded.ids[last - 1] not in self._special and not (last == end and target.after)
         given = encoded.ids[:first]
-        return Taught(Part([*given, *ends.after], after=len(ends.after)) if given else Part(()), target, spans)
+        before = Part([*given, *ends.after], after=len(ends.after)) if given else Part(())
+        if written.has_empty_answer:
+            return Taught(before, Part(()), lost=written.lost)
+        target = ends.target(encoded.ids[first:end], ends=always_ends)
+        for span in [*spans, (first, end)]:
+            is_ended = self._has_stop(encoded.ids[slice(*span)]) or (span == (first, end) and target.after)
+            self.unended += not is_ended
+        return Taught(before, target, spans, written.lost)
+
+    def _has_stop(self, ids: Sequence[int]) -> bool:
+        """Whether these end in a special token, or in one and white space after it."""
+        for last in range(len(ids) - 1, -1, -1):
+            if ids[last] in self._special:
+                return True
+            if not self._is_blank((ids[last],)):
+                break
+        return False
 
     def _stop(self, ids: Sequence[int], first: int, end: int) -> int:
         """The end of an answer that its turn ends at `end`: after its stop token, if it has one."""

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture.fields import read_rows, row_error, row_reader
-from megatron_dynapipe.tools.mixture.messages import Conversation, RowError
+from megatron_dynapipe.tools.mixture.messages import Conversation, RowError, texts_of
 from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.sources import Source
 from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
+from megatron_dynapipe.tools.mixture.templates import bounded
 from megatron_dynapipe.tools.prepare.encode import Encoder
 from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings
 from megatron_dynapipe.tools.prepare.tokenizer import (
@@ -81,7 +82,7 @@ def _refuse(block: Block, spec: TaskSpec, bad_rows: BadRows, number: int, error:
 
 
 def _texts_of(conversation: Conversation) -> Iterator[str]:
-    return (message["content"] for message in conversation.messages if message.get("content"))
+    return (text for message in conversation.messages for text in texts_of(message) if text)
 
 
 def _texts(mixture: Mixture, sources: Sequence[Source], bad_rows: BadRows) -> Iterator[str]:
@@ -91,7 +92,9 @@ def _texts(mixture: Mixture, sources: Sequence[Source], bad_rows: BadRows) -> It
         read = row_reader(spec)
         seen = 0
         for block in (block for part in source for block in part.blocks()):
-            for _, (_, *values) in read_rows(block, read, functools.partial(_refuse, block, spec, bad_rows)):
+            with bounded():
+                rows = list(read_rows(block, read, functools.partial(_refuse, block, spec, bad_rows)))
+            for _, (_, *values) in rows:
                 yield from _texts_of(values[0]) if spec.messages is not None else values
             seen += len(block.lines)
             if seen > allowed:

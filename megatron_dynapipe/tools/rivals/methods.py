@@ -14,6 +14,7 @@ All but the first take one recompute mode, and of several sizes of micro-batches
 rows of other trainers run in pipelines set up by hand (`tools.rivals.pipelines`), the fastest of which counts.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -37,13 +38,19 @@ from megatron_dynapipe.core.units import (
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.rivals.packed import pack
-from megatron_dynapipe.tools.rivals.pipelines import by_hand
 from megatron_dynapipe.tools.rivals.rules import RIVALS
 from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
 
 BRIDGE = "bridge"
 BRIDGE_ROW = 8192
 TRAINERS = ("packed_rows", *RIVALS, BRIDGE)
+NAMES = {
+    "packed_rows": "rows of the longest sample's length",
+    "verl": "rows packed as verl does",
+    "slime": "rows packed as slime does",
+    BRIDGE: "rows packed as Megatron-Bridge does",
+}
+"""Of trainers' rows, for people."""
 METHODS = ("dynapipe", *TRAINERS, "token_based", "uniform", "packing", "padding")
 
 
@@ -85,14 +92,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_fastest(
-    method: str, batch: GlobalBatch, longest: Longest, settings: PlannerSettings, cost_model: CostModel
+    method: str, batch: GlobalBatch, longest: Longest, pipelines: Iterable[PlannerSettings], cost_model: CostModel
 ) -> Prediction:
-    """`predict`, of other trainers' rows in the fastest pipeline that can be set up by hand."""
-    if method not in TRAINERS:
-        return predict(method, batch, longest, settings, cost_model)
+    """`predict` in the fastest of some pipelines; raises as it does where there is no plan in any."""
     predictions: list[Prediction] = []
     error: PlanningError | None = None
-    for pipeline in by_hand(settings, cost_model, batch):
+    for pipeline in pipelines:
         try:
             predictions.append(predict(method, batch, longest, pipeline, cost_model))
         except PlanningError as refusal:

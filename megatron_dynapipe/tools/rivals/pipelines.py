@@ -8,20 +8,24 @@ by work    4 5 5 2               the busiest virtual stage has the least work; t
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel, even_layer_split
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.tuning.bounds import layer_work, least_work
+from megatron_dynapipe.tools.tuning.bounds import even_work_layer_split, least_work
 
 CHUNKS = (1, 2, 4)
 """Virtual stages of a rank."""
 
 
 def by_hand(
-    settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch, *, chunks: Sequence[int] = CHUNKS
+    settings: PlannerSettings,
+    cost_model: CostModel,
+    batch: GlobalBatch,
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    equal: bool = False,
 ) -> Iterator[PlannerSettings]:
-    """The settings with each of these numbers of virtual stages and each split.
+    """The settings with each of these numbers of virtual stages and each split, or the equal one alone.
 
     Raises:
         CostModelError: the cost model has no table that the settings ask for.
@@ -32,8 +36,8 @@ def by_hand(
         stages = settings.pipeline_parallel * count
         if stages > layers:
             return
-        equal = even_layer_split(layers, stages)
-        interleaved = settings.with_layers_per_stage(equal)
-        *others, last = evenest(layer_work(interleaved, [work]), stages)
-        for split in dict.fromkeys((equal, (*others, last - 1))):
+        interleaved = settings.with_layers_per_stage(even_layer_split(layers, stages))
+        yield interleaved
+        split = even_work_layer_split(interleaved, [work])
+        if not equal and split != interleaved.layout.layers_per_stage:
             yield settings.with_layers_per_stage(split)

@@ -3,6 +3,7 @@ for a layer profile, stages with different numbers of replicas."""
 
 from megatron_dynapipe.tools.tuning.layer_profile import Layer, LayerProfile
 from megatron_dynapipe.tools.tuning.orchestrate import Orchestration, orchestrate
-from megatron_dynapipe.tools.tuning.search import tune, tune_segments
-from megatron_dynapipe.tools.tuning.space import Space, TunedLayout, Tuning
+from megatron_dynapipe.tools.tuning.own_model import tune_segments
+from megatron_dynapipe.tools.tuning.search import tune
+from megatron_dynapipe.tools.tuning.space import Space, TunedLayout, Tuning, fastest_of
 from megatron_dynapipe.tools.tuning.topology import Topology

@@ -122,10 +122,9 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
 
 
 def even_work_layer_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
-    """Layers per virtual stage; at least one on each."""
-    *layers, head = layer_work(settings, works)
-    layers[-1] += head
-    return evenest(layers, settings.pipeline_parallel * settings.chunks)
+    """Layers per virtual stage, the busiest with the least work; the last stage may have the head alone."""
+    *others, last = evenest(layer_work(settings, works), settings.pipeline_parallel * settings.chunks)
+    return (*others, last - 1)
 
 
 def layer_work(settings: PlannerSettings, works: Sequence[LeastWork]) -> list[int]:

@@ -24,10 +24,12 @@ from typing import Self
 
 import msgspec
 
+from megatron_dynapipe.choosing.layer_split import choose_layer_split
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.costs import HEAD
 from megatron_dynapipe.core.errors import ConfigError, DynaPipeError, PlanningError
 from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.model import LayerSplit
 from megatron_dynapipe.core.plan import idle_share
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.settings import PlannerSettings
@@ -45,6 +47,8 @@ from megatron_dynapipe.tools.tuning.overlap import (
 
 PLAN_DEADLINE_S = 600.0
 """Within which one of the plans under way must be done."""
+TRIALS = 8
+"""Splits planned at most where one is improved, in each of its steps."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +71,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     recompute: str = ""
     edges: EdgePasses | None = None
     error: str | None = None
+
+
+type Improved = tuple[LayerSplit, list[Outcome]]
+"""A layer split, and the plans under it."""
 
 
 class Evaluator:
@@ -100,6 +108,15 @@ class Evaluator:
             edges=edge_passes(plan),
         )
 
+    def improved(self, settings: PlannerSettings, halves: bool) -> Improved:
+        """The layers of as many virtual stages split as training does, and the plans of all batches."""
+        try:
+            split = choose_layer_split(settings, self._cost_model, self._batches, halves=halves, trials=TRIALS)
+        except DynaPipeError as error:
+            return settings.layout.layers_per_stage, [Outcome(error=error.message)]
+        chosen = settings.with_layers_per_stage(split)
+        return split, [self(chosen, number) for number in range(len(self._batches))]
+
 
 _evaluator: Evaluator | None = None
 """A worker process's own."""
@@ -116,6 +133,11 @@ def _evaluate(settings: PlannerSettings, batch: int) -> Outcome:
     return _evaluator(settings, batch)
 
 
+def _improve(settings: PlannerSettings, halves: bool) -> Improved:
+    assert _evaluator is not None
+    return _evaluator.improved(settings, halves)
+
+
 class Workers:
     """Evaluates as many plans at a time as there are processes; with one, in this process."""
 
@@ -123,10 +145,12 @@ class Workers:
         evaluator = Evaluator(cost_model, batches)
         self._executor: Executor = ThreadPoolExecutor(1)
         self._evaluate: Callable[[PlannerSettings, int], Outcome] = evaluator
+        self._improve: Callable[[PlannerSettings, bool], Improved] = evaluator.improved
         if workers > 1:
             context = get_context("spawn")
             self._executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(evaluator,))
             self._evaluate = _evaluate
+            self._improve = _improve
         self._workers = workers
         self._futures: dict[Future[Outcome], tuple[int, int]] = {}
 
@@ -149,6 +173,11 @@ class Workers:
     def start(self, candidate: int, settings: PlannerSettings, batch: int) -> None:
         """Plan a batch for a candidate."""
         self._futures[self._executor.submit(self._evaluate, settings, batch)] = (candidate, batch)
+
+    def improved(self, several: Sequence[PlannerSettings], *, halves: bool) -> list[Improved]:
+        """`Evaluator.improved` of each."""
+        futures = [self._executor.submit(self._improve, settings, halves) for settings in several]
+        return [future.result(PLAN_DEADLINE_S) for future in futures]
 
     def next(self) -> tuple[int, int, Outcome]:
         """Wait for one of the plans: candidate, batch, outcome.

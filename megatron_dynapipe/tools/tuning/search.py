@@ -5,85 +5,37 @@ next batch planned in full, which raises its bound to the predicted time. The se
 are planned on every batch and no other bound is below theirs: no candidate that was left out is among the best.
 
     bound ──► plan batch 0 ──► bound ──► plan batch 1 ──► … ──► known          least bound first
+
+The layers of the few best are then split as training chooses it (`choosing.layer_split`), in half layers, too. Other
+ways to make micro-batches have searches of their own over the same layouts, each for its best.
 """
 
+import copy
 import heapq
-import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from statistics import fmean
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from megatron_dynapipe.choosing.layer_split import choose_layer_split
 from megatron_dynapipe.choosing.limits import limits
-from megatron_dynapipe.choosing.planners import planner_of, tables_of
+from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
-from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, Recompute
-from megatron_dynapipe.costing import CostModel, Network
+from megatron_dynapipe.core.units import NS_PER_MS
+from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.segments import SegmentCosts, divide_segments, segment_settings
-from megatron_dynapipe.tools.tuning.bounds import LeastWork, even_work_layer_split, least_ns, least_work
-from megatron_dynapipe.tools.tuning.evaluate import (
-    Evaluator,
-    Outcome,
-    Reduction,
-    StepRates,
-    Workers,
-    step_ns,
-    token_flops,
-)
-from megatron_dynapipe.tools.tuning.space import Candidate, Space, SplitMethod, Status, TunedLayout, Tuning, candidates
+from megatron_dynapipe.tools.tuning.evaluate import Outcome, StepRates, Workers
+from megatron_dynapipe.tools.tuning.evaluation import Evaluation, evaluations_of, rank, tuned, tuning_of
+from megatron_dynapipe.tools.tuning.space import Space, SplitMethod, Status, TunedLayout, Tuning, candidates
 
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
 
-
-class _Evaluation:
-    """A candidate and what is known of it so far."""
-
-    def __init__(self, candidate: Candidate, bounds: Sequence[int]) -> None:
-        self.candidate = candidate
-        self.settings = candidate.settings
-        self.error = candidate.error
-        self.outcomes: list[Outcome] = []
-        self.bounds = bounds
-        self.reduction: Reduction | None = None
-        self.optimizer_ns = 0
-        self.full_use: float | None = None
-        """Tokens per second at the peak of all devices."""
-        self.unsplit = candidate.split is SplitMethod.AUTO
-
-    @property
-    def bound_ns(self) -> int:
-        """The time of all batches: what was planned, and bounds of the others."""
-        left = self.bounds[len(self.outcomes) :]
-        least = 0 if self.reduction is None else self.reduction.least_ns
-        return self.planned_ns + sum(left) + (least + self.optimizer_ns) * len(left)
-
-    @property
-    def planned_ns(self) -> int:
-        """The time of the batches that were planned."""
-        passes = sum(outcome.predicted_ns for outcome in self.outcomes)
-        return passes + self.exposed_ns + self.optimizer_ns * len(self.outcomes)
-
-    @property
-    def exposed_ns(self) -> int:
-        """What passes do not hide of the reduction and gathering of the batches that were planned."""
-        edges = [outcome.edges for outcome in self.outcomes if outcome.edges is not None]
-        return 0 if self.reduction is None else sum(map(self.reduction.exposed_ns, edges))
-
-    @property
-    def status(self) -> Status:
-        if self.error is not None:
-            return Status.INFEASIBLE
-        if not self.outcomes:
-            return Status.PRUNED
-        return Status.PLANNED if len(self.outcomes) == len(self.bounds) else Status.PARTIAL
+NEAR, IMPROVED = 0.05, 2
+"""So many layouts with stages, within this share of the best, have their layers split as training would."""
 
 
 def tune(
@@ -94,6 +46,7 @@ def tune(
     *,
     rates: StepRates | None = None,
     top: int = 3,
+    rivals: Mapping[str, PlannerSettings] | None = None,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> Tuning:
@@ -106,6 +59,7 @@ def tune(
         space: the layouts to try.
         rates: what gradient reduction and optimizer step take.
         top: how many of the best must be known for certain.
+        rivals: settings of other ways to make micro-batches, on one device, by name: each way's best layout is found.
         workers: processes that plan; 1: this one.
         progress: called after every plan.
 
@@ -119,99 +73,96 @@ def tune(
             f"expected at least one batch, best layout and process, got {len(batches)}, {top} and {workers}"
         )
     start = time.monotonic()
-    evaluations = _evaluations(candidates(base, space, cost_model), cost_model, batches, rates or StepRates())
+    rates = rates or StepRates()
+    evaluations = evaluations_of(candidates(base, space, cost_model), cost_model, batches, rates)
     search = _Search(evaluations, cost_model, batches, top, progress)
+    of_rivals: dict[str, TunedLayout] = {}
+    with_stages: dict[str, TunedLayout] = {}
     interrupted = False
     try:
         with Workers(cost_model, batches, workers) as evaluating:
             search.run(evaluating)
+            if SplitMethod.EVEN in space.splits:
+                _improve_splits(evaluations, evaluating)
+            if rivals:
+                others = _Rivals(rivals, space, cost_model, batches, rates)
+                of_rivals = others.best(evaluating)
+                if staged := _with_stages(evaluations):
+                    sizes = ("data_parallel", "tensor_parallel", "pipeline_parallel")
+                    with_stages = others.best(evaluating, on={name: staged.candidate.sizes[name] for name in sizes})
     except KeyboardInterrupt:
         interrupted = True
-    evaluations.sort(key=_rank)
-    tuning = _tuning(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
-    best, *others = tuning.layouts
+    evaluations.sort(key=rank)
+    tuning = tuning_of(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
+    tuning = msgspec.structs.replace(tuning, rivals=of_rivals, rivals_with_stages=with_stages)
+    best, *behind = tuning.layouts
     if best.predicted_ms is None:
         return tuning
     planner = planner_of(tuning.settings[0], cost_model)
     plan = planner.plan(batches[0], 0)
     causes = limits(planner, batches[0], plan).causes(plan.totals.predicted_ns)
-    return msgspec.structs.replace(tuning, layouts=(msgspec.structs.replace(best, of_limits=causes), *others))
+    return msgspec.structs.replace(tuning, layouts=(msgspec.structs.replace(best, of_limits=causes), *behind))
 
 
-def tune_segments(
-    costs: SegmentCosts,
-    batches: Sequence[GlobalBatch],
-    *,
-    devices: int,
-    memory_limit_bytes: int,
-    network: Network | None = None,
-    schedule: ScheduleSettings | None = None,
-) -> Tuning:
-    """All divisions of the devices into replicas and stages of a user's own model, the fastest first.
+def _improve_splits(evaluations: Sequence[Evaluation], workers: Workers) -> None:
+    """Split the layers of the few best layouts as training would, where that is faster."""
+    known = sorted((one for one in evaluations if one.status is Status.PLANNED), key=rank)
+    best = [one for one in known if one.bound_ns <= known[0].bound_ns * (1 + NEAR)]
+    staged: dict[tuple[Any, ...], Evaluation] = {}
+    for one in best:  # of equal sizes the fastest
+        sizes = one.candidate.sizes
+        if sizes["pipeline_parallel"] > 1:
+            staged.setdefault((*sizes.values(),), one)
+    chosen = [*staged.values()][:IMPROVED]
+    halves = all(one.candidate.halves for one in chosen)
+    found = workers.improved([one.settings for one in chosen], halves=halves)
+    for one, (split, outcomes) in zip(chosen, found, strict=True):
+        improved = copy.copy(one)
+        improved.outcomes = list(outcomes)
+        if all(outcome.error is None for outcome in outcomes) and improved.planned_ns < one.planned_ns:
+            one.settings = one.settings.with_layers_per_stage(split)
+            one.outcomes = improved.outcomes
 
-    Every number of stages has its own division of the segments, with costs of its own. There are few, so all are
-    planned on every batch. `layers_per_stage` of a layout counts segments; `split_model(…, stages=pipeline_parallel,
-    costs=costs)` and `Pipeline(replicas=data_parallel)` train it.
 
-    Args:
-        costs: measured by `profile_module`.
-        batches: a sample of the global batches to come.
-        devices: of the cluster; every layout uses all of them.
-        memory_limit_bytes: of a device.
-        network: links; by default those that the costs were measured with.
-        schedule: how passes are ordered.
+class _Rivals:
+    """Searches of other ways to make micro-batches, in whole layers, each for its best layout.
 
-    Raises:
-        ConfigError: no batches, or no devices.
+    Their micro-batches run all positions.
     """
-    if not batches or devices < 1:
-        raise ConfigError(f"expected at least one batch and one device, got {len(batches)} and {devices}")
-    start = time.monotonic()
-    settings_of = partial(
-        segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
-    )
-    evaluated = [
-        _evaluated(settings_of, costs, stages, devices // stages, batches)
-        for stages in range(1, devices + 1)
-        if devices % stages == 0
-    ]
-    evaluated.sort(key=lambda pair: _rank(pair[0]))
-    evaluations = [one for one, _ in evaluated]
-    tuning = _tuning(evaluations, batches, sum(len(one.outcomes) for one in evaluations), time.monotonic() - start)
-    layouts = [
-        msgspec.structs.replace(layout, layers_per_stage=segments)
-        for layout, (_, segments) in zip(tuning.layouts, evaluated, strict=True)
-    ]
-    return msgspec.structs.replace(tuning, layouts=tuple(layouts))
+
+    def __init__(
+        self,
+        rivals: Mapping[str, PlannerSettings],
+        space: Space,
+        cost_model: CostModel,
+        batches: Sequence[GlobalBatch],
+        rates: StepRates,
+    ) -> None:
+        self._batches = [replace(batch, labels=None) for batch in batches]
+        self._cost_model = cost_model
+        by_hand = msgspec.structs.replace(space, splits=(SplitMethod.EQUAL, SplitMethod.EVEN), halves=False)
+        every = candidates(next(iter(rivals.values())), by_hand, cost_model)
+        evaluations = evaluations_of(every, cost_model, self._batches, rates)
+        self._of = {name: [one.under(theirs) for one in evaluations] for name, theirs in rivals.items()}
+
+    def best(self, workers: Workers, *, on: Mapping[str, Any] | None = None) -> dict[str, TunedLayout]:
+        """Each way's best layout, of all or of those of some sizes; those without a plan are left out."""
+        found = {}
+        for name, every in self._of.items():
+            own = [one for one in every if on is None or one.candidate.sizes.items() >= on.items()]
+            _Search(own, self._cost_model, self._batches, 1, None).run(workers)
+            best = min(own, key=rank, default=None)
+            if best is not None and best.status is Status.PLANNED:
+                found[name] = tuned(best, [batch.tokens for batch in self._batches])
+        return found
 
 
-def _evaluated(
-    settings_of: Callable[..., PlannerSettings],
-    costs: SegmentCosts,
-    stages: int,
-    replicas: int,
-    batches: Sequence[GlobalBatch],
-) -> tuple[_Evaluation, tuple[int | float, ...] | None]:
-    """Segments divided into stages and planned on all batches, and the number of segments on each stage."""
-    whole = settings_of([0] * len(costs.segments), stages=1, replicas=1)
-    candidate = Candidate(settings=whole, data_parallel=replicas, tensor_parallel=1, pipeline_parallel=stages)
-    one = _Evaluation(candidate, [0] * len(batches))
-    counts = None
-    try:
-        stage_of = divide_segments(costs, costs.points, stages, whole.memory_limit_bytes)
-        counts = tuple(stage_of.count(stage) for stage in range(stages))
-        one.settings = settings_of(stage_of, stages=stages, replicas=replicas)
-        cost_model = costs.of_stages(stage_of)
-        state = cost_model.tables(tensor_parallel=1, recompute=Recompute.NONE).state
-        one.reduction = Reduction.of(one.settings, state, StepRates())
-        _, one.optimizer_ns = step_ns(one.settings, state, StepRates())
-    except DynaPipeError as error:
-        one.error = error.message
-        return one, counts
-    evaluate = Evaluator(cost_model, batches)
-    one.outcomes = [evaluate(one.settings, number) for number in range(len(batches))]
-    one.error = next((outcome.error for outcome in one.outcomes if outcome.error is not None), None)
-    return one, counts
+def _with_stages(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The best layout with stages, where the best of all has none."""
+    planned = sorted((one for one in evaluations if one.status is Status.PLANNED), key=rank)
+    if not planned or planned[0].candidate.pipeline_parallel > 1:
+        return None
+    return next((one for one in planned if one.candidate.pipeline_parallel > 1), None)
 
 
 class _Search:
@@ -219,7 +170,7 @@ class _Search:
 
     def __init__(
         self,
-        evaluations: Sequence[_Evaluation],
+        evaluations: Sequence[Evaluation],
         cost_model: CostModel,
         batches: Sequence[GlobalBatch],
         top: int,
@@ -231,9 +182,10 @@ class _Search:
         self._batches = batches
         self._top = top
         self._progress = progress
-        self._open = [(one.bound_ns, at) for at, one in enumerate(evaluations) if one.error is None]
+        left = (Status.PRUNED, Status.PARTIAL)
+        self._open = [(one.bound_ns, at) for at, one in enumerate(evaluations) if one.status in left]
         heapq.heapify(self._open)
-        self._known: list[int] = []
+        self._known = sorted(one.bound_ns for one in evaluations if one.status is Status.PLANNED)
 
     def run(self, workers: Workers) -> None:
         """Until the best are known."""
@@ -275,105 +227,3 @@ class _Search:
             best = self._known[0] / len(self._batches) / NS_PER_MS if self._known else None
             left = sum(len(self._batches) - len(self._evaluations[other].outcomes) for _, other in self._open)
             self._progress(self.plans, self.plans + left, best)
-
-
-def _evaluations(
-    candidates: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
-) -> list[_Evaluation]:
-    """Candidates with their bounds, without those whose layers are split as those of one before."""
-    works: dict[tuple[int, int], list[LeastWork]] = {}
-    evaluations: list[_Evaluation] = []
-    seen: set[PlannerSettings | Candidate] = set()
-    for candidate in candidates:
-        if candidate.error is not None:
-            alike = msgspec.structs.replace(candidate, split=SplitMethod.EQUAL)
-            if alike not in seen:
-                evaluations.append(_Evaluation(candidate, []))
-            seen.add(alike)
-            continue
-        shared = candidate.tensor_parallel, candidate.expert_parallel
-        if shared not in works:
-            works[shared] = [least_work(candidate.settings, cost_model, batch) for batch in batches]
-        if candidate.split is SplitMethod.EVEN:
-            split = even_work_layer_split(candidate.settings, works[shared])
-            settings = candidate.settings.with_layers_per_stage(split)
-            candidate = msgspec.structs.replace(candidate, settings=settings)
-        if candidate.split is not SplitMethod.AUTO and candidate.settings in seen:
-            continue
-        seen.add(candidate.settings)
-        any_split = candidate.split is SplitMethod.AUTO
-        bounds = [least_ns(candidate.settings, work, any_split=any_split) for work in works[shared]]
-        one = _Evaluation(candidate, bounds)
-        state = tables_of(candidate.settings, cost_model)[0].state
-        one.reduction = Reduction.of(candidate.settings, state, rates)
-        _, one.optimizer_ns = step_ns(candidate.settings, state, rates)
-        if rates.peak_flops is not None and state.expert_kind is None:
-            devices = math.prod((candidate.data_parallel, candidate.tensor_parallel, candidate.pipeline_parallel))
-            counted = fmean(work.counted for work in works[shared])
-            one.full_use = devices * rates.peak_flops / token_flops(candidate.settings, state, counted)
-        if not one.unsplit:
-            try:
-                planner_of(candidate.settings, cost_model)
-            except DynaPipeError as error:
-                one.error = error.message
-        evaluations.append(one)
-    return evaluations
-
-
-def _tuning(
-    evaluations: list[_Evaluation],
-    batches: Sequence[GlobalBatch],
-    plans: int,
-    seconds: float,
-    *,
-    interrupted: bool = False,
-) -> Tuning:
-    """Evaluations, the best first, as a result."""
-    tokens = [batch.tokens for batch in batches]
-    return Tuning(
-        layouts=tuple(_tuned(evaluation, tokens) for evaluation in evaluations),
-        settings=tuple(evaluation.settings for evaluation in evaluations),
-        plans=plans,
-        seconds=seconds,
-        interrupted=interrupted,
-    )
-
-
-def _rank(one: _Evaluation) -> tuple[int, int]:
-    place = {Status.PLANNED: 0, Status.PARTIAL: 1, Status.PRUNED: 1, Status.INFEASIBLE: 2}
-    return place[one.status], one.bound_ns
-
-
-def _tuned(one: _Evaluation, tokens: Sequence[int]) -> TunedLayout:
-    settings = one.settings
-    planned = len(one.outcomes)
-    allowed = settings.micro_batch_layouts
-    known = dict[str, Any]()
-    if one.error is None and one.reduction is not None:
-        whole = one.reduction.reduction_ns + one.reduction.gathering_ns
-        exposed = one.exposed_ns / planned if planned else one.reduction.least_ns
-        known["reduction_ms"] = exposed / NS_PER_MS
-        known["hidden_ms"] = (whole - exposed) / NS_PER_MS
-        known["optimizer_ms"] = one.optimizer_ns / NS_PER_MS
-        known["bound_ms"] = one.bound_ns / len(one.bounds) / NS_PER_MS
-    if one.error is None and planned:
-        total_ns = one.planned_ns
-        peaks = zip(*(outcome.peak_bytes for outcome in one.outcomes), strict=True)
-        known["predicted_ms"] = total_ns / planned / NS_PER_MS
-        known["tokens_per_second"] = sum(tokens[:planned]) / total_ns * 1e9
-        known["peak_memory_mb"] = tuple(max(stage) / BYTES_PER_MB for stage in peaks)
-        known["idle"] = fmean(outcome.idle for outcome in one.outcomes)
-        known["micro_batches"] = fmean(outcome.micro_batches for outcome in one.outcomes)
-        modes = {mode for outcome in one.outcomes for mode in outcome.recompute.split("+")}
-        known["recompute"] = "+".join(mode for mode in Recompute if mode in modes)
-        known["mfu"] = None if one.full_use is None else known["tokens_per_second"] / one.full_use
-    return TunedLayout(
-        **one.candidate.sizes,
-        layers_per_stage=None if one.unsplit or one.candidate.error else settings.layout.layers_per_stage,
-        layout="auto" if len(allowed) > 1 else allowed[0].value,
-        distributed_optimizer=settings.distributed_optimizer,
-        status=one.status,
-        batches=planned,
-        error=one.error,
-        **known,
-    )

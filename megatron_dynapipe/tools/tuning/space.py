@@ -2,7 +2,8 @@
 virtual stages and layer splits. What a layout cannot be built for is its error; nothing is left out silently."""
 
 import enum
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ class SplitMethod(enum.StrEnum):
     EQUAL = "equal"
     """The same number on every stage; where that does not divide, the first stages have one more."""
     EVEN = "even"
-    """The busiest stage, with the head on the last one, has as little work as can be."""
+    """The busiest stage has as little work as can be; the last one may have the head alone."""
     AUTO = "auto"
     """Training's own choice, by planning batches under many splits: slow."""
 
@@ -158,6 +159,9 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
         settings: the planner's settings of each.
         plans: that were made.
         seconds: that the search took.
+        rivals: the best layout of each other way to make micro-batches that was asked for, by name; those without a
+            plan are left out.
+        rivals_with_stages: the same on the best layout with stages, where the best of all has none.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -165,7 +169,21 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[PlannerSettings, ...]
     plans: int
     seconds: float
+    rivals: Mapping[str, TunedLayout] = {}
+    rivals_with_stages: Mapping[str, TunedLayout] = {}
     interrupted: bool = False
+
+    @property
+    def gain(self) -> float | None:
+        """The time of the best rival on its own best layout over that of the best layout; None without either."""
+        ours = self.layouts[0].predicted_ms
+        fastest = fastest_of(self.rivals)
+        return None if ours is None or fastest is None else (fastest[1].predicted_ms or math.nan) / ours
+
+
+def fastest_of(rivals: Mapping[str, TunedLayout]) -> tuple[str, TunedLayout] | None:
+    """The rival of least predicted time and its name; None where there is none."""
+    return min(rivals.items(), key=lambda item: item[1].predicted_ms or math.inf, default=None)
 
 
 def candidates(base: PlannerSettings, space: Space, cost_model: CostModel) -> list[Candidate]:

@@ -20,7 +20,6 @@ import msgspec
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, amount
-from megatron_dynapipe.costing.pattern import megatron_layout
 from megatron_dynapipe.processes import run_guarded
 from megatron_dynapipe.tools.tuning.space import TunedLayout, Tuning
 
@@ -133,18 +132,17 @@ def layout_flags(layout: TunedLayout, settings: PlannerSettings) -> Flags:
 
 
 def recipe_overrides(layout: TunedLayout, settings: PlannerSettings) -> str:
-    """The overrides that make a recipe of Megatron-Bridge train under a layout, as its scripts take them."""
-    split = layout.layers_per_stage or ()
-    chunks = len(split) // layout.pipeline_parallel
+    """The overrides that make a recipe of Megatron-Bridge train under a layout, as its scripts take them.
+
+    Layers per stage and virtual stages are chosen by `planned` when a run begins.
+    """
     values: dict[str, object] = {
         "model.tensor_model_parallel_size": layout.tensor_parallel,
         "model.sequence_parallel": settings.sequence_parallel,
         "model.pipeline_model_parallel_size": layout.pipeline_parallel,
-        "model.virtual_pipeline_model_parallel_size": chunks if chunks > 1 else "null",
+        "model.expert_model_parallel_size": layout.expert_parallel,
         "ddp.use_distributed_optimizer": layout.distributed_optimizer,
     }
-    if len(set(split)) > 1:
-        values["model.pipeline_model_parallel_layout"] = f"'{megatron_layout(split)}'"
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items()
     )

@@ -36,7 +36,7 @@ def libraries() -> Path:
 
 def _build(torch: Path, folder: Path) -> None:
     include = [SOURCES, torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    flags = [f"-I{path}" for path in include] + f"-std=c++17 -O0 -fPIC -w -DTORCH_EXTENSION_NAME={MODULE}".split()
+    flags = [f"-I{path}" for path in include] + f"-std=c++20 -O0 -fPIC -w -DTORCH_EXTENSION_NAME={MODULE}".split()
     # One unit of all sources: PyTorch's headers take nine seconds to read.
     sources = "".join(f'#include "{source.name}"\n' for source in sorted(SOURCES.glob("*.cpp")))
     link = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]

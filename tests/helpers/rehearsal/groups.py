@@ -7,13 +7,15 @@ import torch.distributed.distributed_c10d as c10d
 
 
 def install(native: Any) -> None:
-    """Let groups of the backend `nccl` be those of `csrc/collectives.cpp`, and so gloo's for tensors of devices."""
+    """Let groups over NCCL be those of `csrc/collectives.cpp`, and so gloo's for tensors of devices."""
     real: Any = c10d.ProcessGroupNCCL
     fake = native.DeviceGroup
     for name in ("Options", "NCCLConfig"):
         setattr(fake, name, getattr(real, name))
-    for module in (c10d, torch.distributed):
-        module.ProcessGroupNCCL = fake  # type: ignore[attr-defined]
+    for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"):  # the others from PyTorch 2.15 on
+        for module in (c10d, torch.distributed):
+            if hasattr(module, name):
+                setattr(module, name, fake)
     group: Any = c10d.ProcessGroup
     register = group._register_backend
 

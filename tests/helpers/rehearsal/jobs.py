@@ -111,7 +111,7 @@ def late_groups() -> list[str]:
 
         return call
 
-    for name in OF_GROUPS:
+    for name in filter(dist.ProcessGroup.__dict__.__contains__, OF_GROUPS):
         setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name)))
     execute = PipelineExecutor.execute
 
@@ -131,6 +131,9 @@ OF_GROUPS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "send", "recv", "alltoall_base"),
     *("allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    # from PyTorch 2.13 on
+    *("all_to_all_single", "all_gather_single", "all_gather_single_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
 
 

@@ -25,6 +25,7 @@ STAGES, HALVES = (2, WHOLE_LAYERS), (2, HALF_LAYERS)
 ASYNC = (2, f"{WHOLE_LAYERS} --async-save")
 CHUNKS = (2, f"{WHOLE_LAYERS} --num-virtual-stages-per-pipeline-rank 2")
 SEQUENCE = (2, "--tensor-model-parallel-size 2 --sequence-parallel")
+STRICT = (2, f"{SEQUENCE[1]} --dist-ckpt-strictness raise_unexpected")
 REPLICAS_OF_STAGES = (4, f"{WHOLE_LAYERS} --overlap-grad-reduce --overlap-param-gather")
 EIGHT = (8, f"--tensor-model-parallel-size 2 {WHOLE_LAYERS}")
 LETTERS = (2, f"{WHOLE_LAYERS} --pipeline-model-parallel-layout Et|t|t|tL --dynapipe-limit-rc-type full")
@@ -53,7 +54,7 @@ CASES = {
         REPLICAS_OF_STAGES,
         (4, f"{SEQUENCE[1]} {WHOLE_LAYERS}"),
     ),
-    "gpt, rotary, layers 2.5 + 1.5 to sequence": ("gpt, rotary positions", TOKENS, HALVES, SEQUENCE),
+    "gpt, rotary, layers 2.5 + 1.5 to sequence": ("gpt, rotary positions", TOKENS, HALVES, STRICT),
     "gpt, tokens to a batch, two replicas to one rank": ("gpt", f"{TOKENS} --dynapipe-last-batch keep", REPLICAS, ONE),
     "gpt, one rank to a layout in letters": ("gpt", "", ONE, LETTERS),
     "gpt, one rank to four stages, embedding and loss alone": ("gpt", "", ONE, ENDS_ALONE),

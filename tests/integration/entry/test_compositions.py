@@ -1,6 +1,6 @@
 """Compositions that Megatron-LM #7452 reports to train something else: on two ranks they train what one rank trains.
 
-Findings by their numbers there; those of refused flags are in `flags/test_megatron_flags.py`. Steps are proportional to
+Findings by their numbers there; those of refused flags are in `flags/test_refusals.py`. Steps are proportional to
 gradients and keep no state, so that losses tell wrong norms, and other numbers of experts to a rank go on.
 """
 

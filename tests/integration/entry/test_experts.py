@@ -45,6 +45,7 @@ LAYOUTS = {
     "dense layers too, modules recomputed": (DENSE_TOO, 2, f"{SHARED} {MODULES} --dynapipe-limit-rc-type selective"),
     "dense layers too, a layer cut before its experts, passes divided": (DENSE_TOO, 4, f"{SHARED} {HALVES}"),
     "one replica, a layer cut before its experts, passes divided": (PLAIN, 2, HALVES),
+    "pieces of samples, dense layers too": (DENSE_TOO, 2, f"{STAGES} --dynapipe-slices 24 --dynapipe-layout packed"),
     "pieces of samples, two stages": (PLAIN, 4, f"{SHARED} {STAGES} --dynapipe-slices 24 --dynapipe-layout packed"),
     "few tokens, four share": (
         FEW_TOKENS, 4, "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"),

@@ -15,8 +15,8 @@ from megatron_dynapipe.integration.entry.resume_record import (
     loaded,
     split_to_keep,
 )
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
 from megatron_dynapipe.integration.flags.run_config import CheckpointConfig
+from megatron_dynapipe.integration.flags.trackers import TRACKER
 
 RECORD = ResumeRecord(
     model={"hidden_size": "32", "vocabulary_size": "4096", "rotary_base": "10000"},

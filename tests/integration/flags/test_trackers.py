@@ -8,8 +8,7 @@ import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.flags import trackers
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
-from megatron_dynapipe.integration.flags.trackers import check_trackers
+from megatron_dynapipe.integration.flags.trackers import TRACKER, check_trackers
 
 CONTENTS = [b"", b"\n", b"latest", b"-3", b"1.5", b"7 8", b"iter_0000007", b"\xff\xfe7", bytes(4), b"9" * 200]
 

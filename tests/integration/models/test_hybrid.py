@@ -27,7 +27,7 @@ def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_dynapipe.integration.models.experts import with_planned_experts
+    from megatron_dynapipe.integration.equip.experts import equip_experts
     from megatron_dynapipe.integration.models.norms import local_norm
     from megatron_dynapipe.integration.models.specs import CoreAttention, hybrid_stack, local_layer
     from tests.integration.models.attention_ranks import config, start
@@ -39,12 +39,13 @@ def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
     )
     model = HybridModel(
         config=config(num_layers=3, num_moe_experts=4, add_bias_linear=False, is_hybrid_model=True),
-        hybrid_stack_spec=hybrid_stack(dense, with_planned_experts(sparse), norm),
+        hybrid_stack_spec=hybrid_stack(dense, sparse, norm),
         hybrid_layer_pattern="*-E",
         vocab_size=64,
         max_sequence_length=16,
         position_embedding_type="learned_absolute",
     )
+    equip_experts([model])
     saved = model.sharded_state_dict(metadata={"singleton_local_shards": False})
     found: dict[str, tuple[int, ...]] = {}
     for entry in saved.values():

@@ -6,7 +6,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_dynapipe.data.segments import causal_mask
-from megatron_dynapipe.integration.models.experts import with_planned_experts
+from megatron_dynapipe.integration.equip.experts import equip_experts
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
 from tests.helpers.processes import in_ranks
 from tests.integration.models.attention_ranks import config, start
@@ -28,9 +28,9 @@ def _counted(flags: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
     """Rows that the first MLP, the last one and the head get: all, and with labels; the worst error of gradients."""
     made = config(num_layers=2, hidden_dropout=0.0, calculate_per_token_loss=True, add_bias_linear=False, **flags)
     layer = get_gpt_layer_local_spec(num_experts=made.num_moe_experts)
-    layer = with_planned_experts(layer) if made.num_moe_experts else layer
     torch.manual_seed(1)
     model = GPTModel(config=made, transformer_layer_spec=layer, vocab_size=64, max_sequence_length=12)
+    equip_experts([model])
     seen: dict[str, int] = {}
     parts = {"first": model.decoder.layers[0].mlp, "last": model.decoder.layers[1].mlp, "head": model.output_layer}
     for part, module in parts.items():

@@ -10,7 +10,7 @@ import pytest
 from megatron_dynapipe.core.errors import CheckpointError, ConfigError
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.integration.flags.megatron_flags import TRACKER
+from megatron_dynapipe.integration.flags.trackers import TRACKER
 from megatron_dynapipe.tools import elastic
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
 from tests.core.planner_cases import batch, cost_model

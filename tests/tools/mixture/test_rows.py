@@ -98,7 +98,7 @@ def test_saved_datasets(tmp_path: Path) -> None:
     for task, hub_root in (
         (TaskSpec(name="a", source="one"), None),
         (TaskSpec(name="a", hub=str(tmp_path / "one")), None),
-        (TaskSpec(name="a", hub="org/dict", hub_split="dev"), tmp_path),
+        (TaskSpec(name="a", hub="org/dict", split="dev"), tmp_path),
     ):
         (source,) = open_sources(Mixture(tasks=(task,)), tmp_path, hub_root=hub_root)
         (part,) = source

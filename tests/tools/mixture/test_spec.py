@@ -52,7 +52,7 @@ def test_a_mixture(tmp_path: Path) -> None:
         (TASK % "" + "mixing: {temperature: 0.5}", "Expected `float` >= 1.0 - at `$.mixing.temperature`"),
         (
             TASK % ", text: t, turns: each",
-            "expected turns, date and empty_thoughts of a task with messages alone",
+            "expected turns of a task with messages alone",
         ),
         (TASK % ", messages: m, turns: some", "Invalid enum value 'some' - at `$.tasks[0].turns`"),
         (TASK % ", messages: m, date: today", "Invalid RFC3339"),

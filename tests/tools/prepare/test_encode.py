@@ -72,8 +72,8 @@ def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, 
         ),
         pytest.param(
             {"name": "n", "text": "t", "length": 4},
-            [{"t": "abcdefg"}, {"t": "hijk"}, {"t": "l"}],
-            [("n", "a", "bcd"), ("n", "e", "fg</s>"), ("n", "h", "ijk</s>"), ("n", "l", "</s>")],
+            [{"t": "abcdefg"}, {"t": "hijk"}, {"t": "lmnop"}],
+            [("n", "a", "bcd"), ("n", "e", "fg</s>"), ("n", "h", "ijk</s>"), ("n", "l", "mnop</s>")],
             id="plain text for the next token",
         ),
         pytest.param(

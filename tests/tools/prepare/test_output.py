@@ -97,7 +97,10 @@ def test_a_dataset_is_replaced(tmp_path: Path, made: dict[str, bytes]) -> None:
     settings = PrepareSettings(source="test", vocabulary_size=300)
     meta, notes = prepare_dataset(text_samples(30), folder, settings)
     assert meta.split_samples["train"] == 26
-    assert notes == (f"replaced another dataset in {folder}: 40 samples of test",)
+    assert notes == (
+        f"replaced another dataset in {folder}: 40 samples of test, made of other sources or settings, or by an"
+        " earlier version",
+    )
     assert "nothing to do" in prepare_dataset(text_samples(30), folder, settings)[1][0]
     prepare(folder)
     assert files(folder) == made

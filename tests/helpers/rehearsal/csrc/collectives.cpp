@@ -54,7 +54,6 @@ class DeviceGroup final : public c10d::Backend {
 
   const std::string getBackendName() const override { return name_; }
   bool supportsCoalescing() const override { return is_nccl(); }
-  bool supportsSplitting() const override { return is_nccl(); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
@@ -261,11 +260,12 @@ void bind_groups(py::module_& m) {
       .def(py::init([](const py::object& gloo, std::string name) {
         return c10::make_intrusive<DeviceGroup>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), std::move(name));
       }))
-      .def(py::init([](const py::object& store, int rank, int size, const py::object& options) {  // ProcessGroupNCCL's
+      .def(py::init([](const py::object& store, int rank, int size, const py::object& options, const py::object&) {
+        // ProcessGroupNCCL's arguments, and the device of PyTorch 2.15's
         const auto gloo = py::module_::import("torch.distributed").attr("ProcessGroupGloo")(
             store, rank, size, options.attr("_timeout"));
         return c10::make_intrusive<DeviceGroup>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), "nccl");
-      }))
+      }), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("device") = py::none())
       .def_property_readonly("uid", [](const DeviceGroup& self) { return self.getID(); })
       .def("_group_start", [](const DeviceGroup&) {})
       .def("_group_end", [](const DeviceGroup&) {})

@@ -232,21 +232,23 @@ class GroupedLinear(Module):
         splits = [int(rows) for rows in m_splits]
         assert len(splits) == self.num_gemms and sum(splits) == inputs.flatten(0, -2).size(0)
         weights, biases = ([getattr(self, f"{name}{n}") for n in range(self.num_gemms)] for name in ("weight", "bias"))
-        output = _Grouped.apply(self.checked(inputs), splits, self, is_first_microbatch, *weights)
-        if self.apply_bias:
-            output = output + torch.cat([b.expand(rows, -1) for b, rows in zip(biases, splits, strict=True)])
+        added = biases if self.apply_bias else []
+        output = _Grouped.apply(self.checked(inputs), splits, self, is_first_microbatch, *weights, *added)
         return (output, biases) if self.return_bias else output
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, splits: list[int], linear: GroupedLinear, is_first: bool | None, *weights: Tensor
+        ctx: Any, inputs: Tensor, splits: list[int], linear: GroupedLinear, is_first: bool | None, *parameters: Tensor
     ) -> Tensor:
+        weights, biases = parameters[: len(splits)], parameters[len(splits) :]
         ctx.linear, ctx.is_first, ctx.splits = linear, is_first, splits
         ctx.save_for_backward(inputs, *weights)
         parts = inputs.flatten(0, -2).split(splits)
         output = torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
+        if biases:
+            output = output + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, splits, strict=True)])
         return output.view(*inputs.shape[:-1], -1) if output.numel() else inputs.new_empty(0, linear.out_features)
 
     @staticmethod
@@ -262,14 +264,16 @@ class _Grouped(torch.autograd.Function):
             return gradients, [None] * len(gradients), None
 
         of_weights: Any = [None] * len(weights)
-        if linear.wgrad_store.delay_wgrad_compute():
+        of_biases: list[Tensor | None] = [None] * (len(weights) if linear.apply_bias else 0)
+        if linear.wgrad_store.delay_wgrad_compute():  # which computes gradients of biases, too
             linear.wgrad_store.put([rows, of_output, of_weights], product)
         else:
             of_weights = product(rows, of_output, None)[0]
+            of_biases = [part.sum(dim=0) for part in of_output][: len(of_biases)]
         stand_ins = [
             _for_autograd(weight, gradient, linear) for weight, gradient in zip(weights, of_weights, strict=True)
         ]
-        return of_inputs.view_as(inputs), None, None, None, *stand_ins
+        return of_inputs.view_as(inputs), None, None, None, *stand_ins, *of_biases
 
 
 def _gathered(linear: Any, rows: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class DotProductAttention(nn.Module):
     def __init__(
         self,
         num_attention_heads: int,
-        kv_channels: int,
+        kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
@@ -43,8 +43,13 @@ class DotProductAttention(nn.Module):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         window_size: tuple[int, int] | None = None,
+        softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
+        assert softmax_type in ("vanilla", "learnable"), softmax_type
+        of_heads = torch.zeros(num_attention_heads // tp_size, device="cuda")
+        self.softmax_offset = nn.Parameter(of_heads) if softmax_type == "learnable" else None
+        kv_channels, self.value_channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         self.heads, self.groups = num_attention_heads // tp_size, (num_gqa_groups or num_attention_heads) // tp_size
         self.channels, self.dropout, self.qkv_format = kv_channels, attention_dropout, qkv_format
         self.attn_mask_type, self.tracker = attn_mask_type, None if sequence_parallel else get_rng_state_tracker
@@ -106,7 +111,7 @@ class DotProductAttention(nn.Module):
     def _check_unfused(self, dtype: torch.dtype, of_q: list[slice], of_k: list[slice], kind: str) -> None:
         """Without a fused kernel a module for self-attention makes the mask of keys from the queries' lengths."""
         sizes = {"num_heads": self.heads, "num_gqa_groups": self.groups}
-        sizes |= {"head_dim_qk": self.channels, "head_dim_v": self.channels}
+        sizes |= {"head_dim_qk": self.channels, "head_dim_v": self.value_channels}
         asked = AttentionParams(dtype, "thd_thd_thd", attn_mask_type=kind, window_size=self.window_size, **sizes)
         longest = [max(span.stop - span.start for span in spans) for spans in (of_q, of_k)]
         if get_attention_backend(asked)[4] and self.attention_type == "self" and longest[0] != longest[1]:
@@ -136,7 +141,11 @@ class DotProductAttention(nn.Module):
                 scores = scores.masked_fill(everything.tril(diagonal - left - 2), -torch.inf)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0)
+        if self.softmax_offset is not None:  # a key of no value, of each head's own score
+            sinks = self.softmax_offset.float()[:, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1).nan_to_num(0.0)
         with nullcontext() if self.tracker is None else self.tracker().fork():
             weights = nn.functional.dropout(weights, self.dropout, self.training)
         return (weights @ value.float()).to(query.dtype)

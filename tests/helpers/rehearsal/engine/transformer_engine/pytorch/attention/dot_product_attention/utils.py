@@ -27,6 +27,7 @@ class AttentionParams:
     attn_mask_type: str = "no_mask"
     window_size: tuple[int, int] | None = None
     bottom_right_diagonal: bool = True
+    softmax_type: str = "vanilla"
 
 
 def get_cudnn_version() -> tuple[int, int, int]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.data.collate import sample_numbers
-from megatron_dynapipe.integration.models import experts
+from megatron_dynapipe.integration.equip import experts
+from megatron_dynapipe.integration.equip.experts import RouterTerms
 from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-from megatron_dynapipe.integration.models.experts import PlannedRouter
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts, takes_grouped
 from megatron_dynapipe.integration.models.labelled_rows import RowGather
 from tests.helpers.lists import micro_batch
@@ -49,8 +49,10 @@ def test_terms_are_megatrons_and_no_partition_changes_them():
     groups = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(1)
     samples = [torch.randn(length, 1, HIDDEN) for length in LENGTHS]
-    mine, theirs = (kind(config=made, pg_collection=groups) for kind in (PlannedRouter, TopKRouter))
-    theirs.load_state_dict(mine.state_dict())
+    mine, theirs = (TopKRouter(config=made, pg_collection=groups) for _ in range(2))
+    mine.load_state_dict(theirs.state_dict())
+    experts.equip_experts([mine])
+    assert isinstance(mine, RouterTerms) and type(mine).__name__ == "TopKRouter"
 
     def of(router: TopKRouter, states: Tensor) -> Tensor:
         router.weight.grad = None

@@ -1,4 +1,4 @@
-"""Megatron's layers of experts, with terms that do not depend on how samples are put into micro-batches.
+"""Layers of experts of built models, with terms that do not depend on how samples are put into micro-batches.
 
 What Megatron takes as means over a micro-batch are sums over positions x of samples here, without padding, divided like
 the loss by the iteration's target tokens. p_x are the router's scores, E experts, of which a position has k:
@@ -7,11 +7,11 @@ the loss by the iteration's target tokens. p_x are the router's scores, E expert
     seq_aux_loss  c · E/k · Σ_samples s Σ_i n_si/n_s · Σ_{x in s} p_xi     n_si positions of s have expert i
     aux_loss      c · E · Σ_i f_i · Σ_x p_xi                 f_i: share of expert i in the iteration before
     expert bias   positions of every expert, over the iteration
+
+The mask of positions that count comes in at `routing`: adapters of a router call that, and not its forward.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,36 +19,37 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from megatron_dynapipe.integration.equip.subclass import become
 from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
 
 _LOGGED = {"z_loss": "z_loss", "aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 """The terms, and Megatron's names of them in its log."""
 
 
-class PlannedRouter(TopKRouter):
-    """Megatron's router; `begin` says which of a micro-batch's positions are of which sample.
+class RouterTerms(TopKRouter):
+    """Megatron's router (`become`); `begin` says which of a micro-batch's positions are of which sample.
 
     Attributes:
-        expert_shares: with `aux_loss`, float32[experts]: f_i; saved in checkpoints.
+        expert_shares: with `aux_loss`, float32[experts]: f_i.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        experts = self.config.num_moe_experts
-        self._samples: Tensor | None = None
-        self._number = 0
-        self._sums: Tensor | None = None
-        if self._has("aux_loss"):
-            self.register_buffer("expert_shares", torch.full((experts,), 1 / experts, device=self.weight.device))
+    _samples: Tensor | None = None
+    _number: int = 0
+    _sums: Tensor | None = None
+
+    def share_evenly(self, *, saved: bool) -> None:
+        """Begin with even shares, where a term asks for those of the iteration before; `saved`: in checkpoints."""
+        if self._has("aux_loss") and not hasattr(self, "expert_shares"):
+            experts = self.config.num_moe_experts
+            shares = torch.full((experts,), 1 / experts, device=self.weight.device)
+            self.register_buffer("expert_shares", shares, persistent=saved)
 
     @property
     def adds_terms(self) -> bool:
@@ -69,10 +70,10 @@ class PlannedRouter(TopKRouter):
         self._samples = None if samples is None else samples.flatten()
         self._number = number
 
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's, with the positions that count."""
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's, with the positions that count, whatever it is given."""
         padding_mask = None if self._samples is None else self._samples == self._number
-        routed: tuple[Tensor, Tensor] = super().forward(hidden_states, padding_mask)
+        routed: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
         return routed
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -162,9 +163,34 @@ class PlannedRouter(TopKRouter):
         return bool(self.config.moe_z_loss_coeff if name == "z_loss" else self.get_aux_loss_coeff(name))
 
 
-def routers_of(models: Sequence[nn.Module]) -> list[PlannedRouter]:
+def equip_experts(chunks: Sequence[nn.Module], *, saved: bool = False) -> None:
+    """Have routers add these terms, ranks exchange uneven numbers of positions, and local experts run in groups.
+
+    Args:
+        chunks: a rank's; those that are equipped already stay as they are.
+        saved: whether routers' shares are a part of checkpoints. Then one that is loaded later has to have them, which
+            one that was converted from elsewhere has not; else a run that goes on begins with even shares.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter):
+            become(module, RouterTerms)
+            module.share_evenly(saved=saved)
+        elif type(module) is SequentialMLP:
+            become(module, GroupedExperts)
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and dispatcher.tp_size * dispatcher.ep_size > 1:
+            become(dispatcher, UnevenAllGather)
+
+
+def uncut_because(chunks: Sequence[nn.Module]) -> str:
+    """Why experts take no pieces of samples; empty where they do."""
+    counts = any(router.get_aux_loss_coeff("seq_aux_loss") for router in routers_of(chunks))
+    return "seq_aux_loss counts whole samples" if counts else ""
+
+
+def routers_of(models: Sequence[nn.Module]) -> list[RouterTerms]:
     """The routers of model chunks that add terms."""
-    routers = [module for model in models for module in model.modules() if isinstance(module, PlannedRouter)]
+    routers = [module for model in models for module in model.modules() if isinstance(module, RouterTerms)]
     return [router for router in routers if router.adds_terms]
 
 
@@ -227,16 +253,6 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
         return combined
 
 
-class PlannedMoELayer(MoELayer):
-    """Megatron's layer, whose ranks may have different numbers of positions."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        dispatcher = self.token_dispatcher
-        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and dispatcher.tp_size * dispatcher.ep_size > 1:
-            dispatcher.__class__ = UnevenAllGather
-
-
 def gatherers_of(models: Sequence[nn.Module]) -> list[UnevenAllGather]:
     """The dispatchers of model chunks whose ranks ask for the most positions."""
     dispatchers = (getattr(module, "token_dispatcher", None) for model in models for module in model.modules())
@@ -248,14 +264,3 @@ def begin_pass(gatherers: Sequence[UnevenAllGather]) -> None:
     asked: dict[bool, int] = {}
     for gatherer in gatherers:
         gatherer.asked = asked
-
-
-def with_planned_experts(layer: ModuleSpec) -> ModuleSpec:
-    """Megatron's layer of experts with these routers and dispatchers, and local experts in groups."""
-    parts: Any = layer.submodules
-    modules = parts.mlp.keywords["submodules"]
-    experts = modules.experts
-    if isinstance(experts, partial) and experts.func is SequentialMLP:
-        experts = partial(GroupedExperts, *experts.args, **experts.keywords)
-    modules = replace(modules, router=PlannedRouter, experts=experts)
-    return replace(layer, submodules=replace(parts, mlp=partial(PlannedMoELayer, submodules=modules)))
