@@ -28,7 +28,7 @@ from megatron_dynapipe.core.units import BatchLayout, Shape
 from megatron_dynapipe.costing.pieces import piece_costs
 from megatron_dynapipe.tools.rivals.methods import method_settings
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
-from megatron_dynapipe.tools.rivals.rules import row_sizes
+from megatron_dynapipe.ways.rivals.rules import row_sizes
 
 NAME = "default_dynamic_cp"
 
