@@ -25,6 +25,7 @@ from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.integration.entry.preflight import long_samples
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, takes_mask
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.run.host import Host
@@ -32,6 +33,7 @@ from megatron_dynapipe.integration.run.run import Items, Run
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.tools.prepare.learned import is_written
@@ -172,6 +174,9 @@ class Recipe(Host):
         planner = inputs.planner
         if self._is_first:
             say(self._described(inputs, models))
+            for split in inputs.splits:
+                for line in long_samples(split_sampler(self.data, split), self.data, split):
+                    say(f"{split.name}: {line}")
             self.gain = compared(inputs, self._config.model.seq_length)
             if self.gain:
                 say(self.gain)
