@@ -39,7 +39,7 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
-from tests.helpers.bridge_families import configuration
+from tests.helpers.bridge_families import configuration, with_plain_experts
 from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
@@ -60,20 +60,6 @@ def make_model(folder: Path, family: str) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(configuration(family), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
-
-
-_OF_EXPERTS = {
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_shared_expert_overlap": False,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_load_balancing_type": "none",
-    "moe_router_enable_expert_bias": False,
-    "mtp_num_layers": None,
-    "make_vocab_size_divisible_by": 128,
-}
-"""Of a model's experts: kernels that are rehearsed, and no terms."""
 
 
 def recipe(
@@ -119,16 +105,11 @@ def recipe(
     provider.seq_length = config.dataset.seq_length = LENGTH
     _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
-    provider.calculate_per_token_loss = True
-    for name, value in (_OF_EXPERTS if getattr(provider, "num_moe_experts", None) else {}).items():
-        setattr(provider, name, value)
-    for name, value in (of_model or {}).items():
+    for name, value in (with_plain_experts(provider) | (of_model or {})).items():
         setattr(provider, name, value)
     config.ddp.average_in_collective = False
     config.mixed_precision = "bf16_mixed" if half else None
     config.train.train_iters = iterations
-    config.train.global_batch_size = BATCH
-    config.train.micro_batch_size = 1
     config.validation.eval_iters = evaluations
     _keep_short(config)
     if still:
@@ -144,6 +125,8 @@ def recipe(
 
 
 def _keep_short(config: Any) -> None:
+    config.train.global_batch_size = BATCH
+    config.train.micro_batch_size = 1
     config.validation.eval_interval = 2
     config.scheduler.lr_warmup_iters = 0
     config.scheduler.lr_decay_iters = 20
@@ -188,6 +171,7 @@ def _hybrid(pattern: str) -> HybridModelProvider:
 def _compute_in(provider: Any, dtype: torch.dtype) -> None:
     """Of one type, by kernels that are rehearsed, without dropout."""
     provider.pipeline_dtype = provider.params_dtype = dtype
+    provider.calculate_per_token_loss = True
     provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
     provider.attention_dropout = provider.hidden_dropout = 0.0
     for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
@@ -351,7 +335,7 @@ def train(
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
-    given["layers"] = layers if layers in layer_choice.LAYERS else layer_choice.AUTO
+    given |= {"layers": layers if layers in layer_choice.LAYERS else layer_choice.AUTO}
     with (
         chosen(layers),
         fault(broken),
@@ -360,10 +344,8 @@ def train(
     ):
         run.host._inputs_of = partial(forcing, run.host._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
-    assert run.latest is not None
-    assert run.inputs is not None
+    assert run.latest is not None and run.inputs is not None
     recorded = decode_records((Path(report) / f"rank-{rank}.jsonl").read_bytes(), origin=report)
-    rows = run.latest.entry.micro_batches
     counted = {
         "state_bytes": run.inputs.planner.model_state_bytes,
         "adapter": _adapter(run.inputs.costs),
@@ -371,8 +353,11 @@ def train(
         "trained": kept.trained,
         "recorded": [record.iteration for record in recorded if isinstance(record, StageRecord)],
     }
-    of_rows = {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
-    return kept.kept() | of_rows | counted | {"seen": dict(seen)}
+    return kept.kept() | _of_rows(run.latest.entry.micro_batches) | counted | {"seen": dict(seen)}
+
+
+def _of_rows(rows: Sequence[Any]) -> dict[str, Any]:
+    return {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
 
 
 def _adapter(costs: AnalyticCosts | MeasuredCosts) -> int | str:
