@@ -107,10 +107,11 @@ class Case:
     encode: Callable[[Any], bytes] = as_text
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Case]]:
-    """A folder with all files, in which each command runs, and the cases."""
-    folder = tmp_path_factory.mktemp("fuzz")
+ROWS = [{"a": f"w{i} w{i + 1} w{i + 2}", "b": f"w{i + 3}"} for i in range(20)]
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """The contents of the files of a folder that commands read, by name."""
     run_file = yaml.safe_load((ROOT / "configs/demo_gpt.yaml").read_text()) | {"padded-vocab-size": 512}
     documents = {
         "batches.json": BATCHES,
@@ -124,12 +125,19 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
     }
     for name, document in documents.items():
         (folder / name).write_bytes(as_text(document))
-    rows = [{"a": f"w{i} w{i + 1} w{i + 2}", "b": f"w{i + 3}"} for i in range(20)]
-    (folder / "rows.jsonl").write_bytes(as_lines(rows))
+    (folder / "rows.jsonl").write_bytes(as_lines(ROWS))
     word_tokenizer(folder / "tokenizer", 64)
     make_dataset(folder / "data", 32, lengths=(1, 12))
     (folder / "report").mkdir()
     write_run(folder / "report")
+    return documents
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Case]]:
+    """A folder with all files, in which each command runs, and the cases."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    documents = written(folder)
     computed = ("--cost-model", "analytic", "--device-memory-mb", "4000", "--pipeline-parallel", "2")
     planned = ("plan", "--batches", "batches.json", "--search-evaluations", "20")
     with contextlib.chdir(folder):
@@ -157,7 +165,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
             f"{of} model": Case((*planned, *computed, "--model-config", name), name, documents[name])
             for of, name in (("llama", "llama.json"), ("qwen", "qwen.json"), ("recipe", "recipe.yaml"))
         },
-        "run file": Case((*planned, *computed, "--model-config", "run.yaml"), "run.yaml", run_file),
+        "run file": Case((*planned, *computed, "--model-config", "run.yaml"), "run.yaml", documents["run.yaml"]),
         "costs": Case((*planned, "--cost-model", "cost.json", *gpt), "cost.json", documents["cost.json"]),
         "batches": Case((*planned, *computed, "--model-config", "llama.json"), "batches.json", BATCHES),
         "cluster": Case(
@@ -172,7 +180,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
         "dataset": Case(("data", "stats", "data"), "data/manifest.json", meta),
         "dataset shown": Case(("data", "show", "data"), "data/manifest.json", meta),
         "mixture": Case(prepare, "mixture.yaml", MIXTURE),
-        "rows": Case(prepare, "rows.jsonl", rows, as_lines),
+        "rows": Case(prepare, "rows.jsonl", ROWS, as_lines),
         "tokenizer": Case(prepare, "tokenizer/tokenizer.json", tokenizer),
     }
     return folder, cases
