@@ -107,11 +107,16 @@ class Case:
     encode: Callable[[Any], bytes] = as_text
 
 
-ROWS = [{"a": f"w{i} w{i + 1} w{i + 2}", "b": f"w{i + 3}"} for i in range(20)]
+GPT = (
+    *("--limit-rc-type", "none", "--model", "gpt", "--layers", "4", "--hidden-size", "32"),
+    *("--device-memory-mb", "4000"),
+)
 
 
-def written(folder: Path) -> dict[str, Any]:
-    """The contents of the files of a folder that commands read, by name."""
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Case]]:
+    """A folder with all files, in which each command runs, and the cases."""
+    folder = tmp_path_factory.mktemp("fuzz")
     run_file = yaml.safe_load((ROOT / "configs/demo_gpt.yaml").read_text()) | {"padded-vocab-size": 512}
     documents = {
         "batches.json": BATCHES,
@@ -125,37 +130,18 @@ def written(folder: Path) -> dict[str, Any]:
     }
     for name, document in documents.items():
         (folder / name).write_bytes(as_text(document))
-    (folder / "rows.jsonl").write_bytes(as_lines(ROWS))
+    rows = [{"a": f"w{i} w{i + 1} w{i + 2}", "b": f"w{i + 3}"} for i in range(20)]
+    (folder / "rows.jsonl").write_bytes(as_lines(rows))
     word_tokenizer(folder / "tokenizer", 64)
     make_dataset(folder / "data", 32, lengths=(1, 12))
     (folder / "report").mkdir()
     write_run(folder / "report")
-    return documents
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Case]]:
-    """A folder with all files, in which each command runs, and the cases."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    documents = written(folder)
     computed = ("--cost-model", "analytic", "--device-memory-mb", "4000", "--pipeline-parallel", "2")
     planned = ("plan", "--batches", "batches.json", "--search-evaluations", "20")
     with contextlib.chdir(folder):
         assert main([*planned, *computed, "--model-config", "llama.json", "--output", "plans"]) == 0
     plan = next((folder / "plans").glob("*.plan"))
     prepare = ("data", "prepare", "--mixture", "mixture.yaml", "--tokenizer", "tokenizer", "--output", "made")
-    gpt = (
-        "--limit-rc-type",
-        "none",
-        "--model",
-        "gpt",
-        "--layers",
-        "4",
-        "--hidden-size",
-        "32",
-        "--device-memory-mb",
-        "4000",
-    )
     tokenizer = json.loads((folder / "tokenizer/tokenizer.json").read_text())
     records = next((folder / "report").glob("rank-*.jsonl"))
     lines = [json.loads(line) for line in records.read_text().splitlines()]
@@ -165,8 +151,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
             f"{of} model": Case((*planned, *computed, "--model-config", name), name, documents[name])
             for of, name in (("llama", "llama.json"), ("qwen", "qwen.json"), ("recipe", "recipe.yaml"))
         },
-        "run file": Case((*planned, *computed, "--model-config", "run.yaml"), "run.yaml", documents["run.yaml"]),
-        "costs": Case((*planned, "--cost-model", "cost.json", *gpt), "cost.json", documents["cost.json"]),
+        "run file": Case((*planned, *computed, "--model-config", "run.yaml"), "run.yaml", run_file),
+        "costs": Case((*planned, "--cost-model", "cost.json", *GPT), "cost.json", documents["cost.json"]),
         "batches": Case((*planned, *computed, "--model-config", "llama.json"), "batches.json", BATCHES),
         "cluster": Case(
             (*planned, *computed[:2], "--model-config", "llama.json", "--cluster", "cluster.yaml", "--device", "H100"),
@@ -180,7 +166,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
         "dataset": Case(("data", "stats", "data"), "data/manifest.json", meta),
         "dataset shown": Case(("data", "show", "data"), "data/manifest.json", meta),
         "mixture": Case(prepare, "mixture.yaml", MIXTURE),
-        "rows": Case(prepare, "rows.jsonl", ROWS, as_lines),
+        "rows": Case(prepare, "rows.jsonl", rows, as_lines),
         "tokenizer": Case(prepare, "tokenizer/tokenizer.json", tokenizer),
     }
     return folder, cases

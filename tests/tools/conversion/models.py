@@ -181,9 +181,6 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         except ConfigError as error:
             return str(error)
 
-    def with_nan(tensors: Any) -> None:
-        tensors[up][2, 3] = float("nan")
-
     up, head = "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
     rotations = {"rope_type": "default", "rope_theta": 10000.5}
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -193,7 +190,7 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         "no head of a T5": convert("no head of a T5", "t5-v1.1", lambda tensors: tensors.pop(head)),
         "unexpected": convert("unexpected", "qwen2", lambda tensors: tensors.update(score=torch.ones(2))),
         "shape": convert("shape", "llama", lambda tensors: tensors.update({up: torch.ones(3, 64)})),
-        "NaN": convert("NaN", "llama", with_nan),
+        "NaN": convert("NaN", "llama", lambda tensors: tensors[up].__setitem__((2, 3), float("nan"))),
         "layers": convert("layers", "llama", num_hidden_layers=10_000),
         "more layers": convert("more layers", "llama", num_hidden_layers=100_000),
         "adapter": convert("adapter", "llama", damage="adapter_config.json"),
