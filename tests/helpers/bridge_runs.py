@@ -117,15 +117,12 @@ def recipe(
     _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
     provider.calculate_per_token_loss = True
-    for name, value in (_OF_EXPERTS if getattr(provider, "num_moe_experts", None) else {}).items():
-        setattr(provider, name, value)
-    for name, value in (of_model or {}).items():
+    of_experts = _OF_EXPERTS if getattr(provider, "num_moe_experts", None) else {}
+    for name, value in (of_experts | (of_model or {})).items():
         setattr(provider, name, value)
     config.ddp.average_in_collective = False
     config.mixed_precision = "bf16_mixed" if half else None
     config.train.train_iters = iterations
-    config.train.global_batch_size = BATCH
-    config.train.micro_batch_size = 1
     config.validation.eval_iters = evaluations
     _keep_short(config)
     if still:
@@ -141,6 +138,8 @@ def recipe(
 
 
 def _keep_short(config: Any) -> None:
+    config.train.global_batch_size = BATCH
+    config.train.micro_batch_size = 1
     config.validation.eval_interval = 2
     config.scheduler.lr_warmup_iters = 0
     config.scheduler.lr_decay_iters = 20
