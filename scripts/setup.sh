@@ -56,12 +56,16 @@ install_packages() {  # GROUP STEP: the packages under one heading of the lock f
         say "(a host that only plans needs none of this: \`pip install .\` brings planner and commands, without torch)"
     fi
     touch "$STATE/unpacking"  # pip takes a half-unpacked package for installed: see make_environment
-    [[ $1 != run ]] || pip_install --quiet "$(grep '^pip==' <<<"$packages")"
-    pip_install --progress-bar raw --no-compile --no-deps -r <(echo "$packages") |
+    [[ $1 != run ]] || pip_install --quiet -r <(grep '^pip==' <<<"$packages" | hashed)
+    pip_install --progress-bar raw --no-compile --no-deps -r <(hashed <<<"$packages") |
         show_progress "$(wc -l <<<"$packages")"
     "$PYTHON" -m compileall -qq -j 0 .venv/lib || true  # on all cores, pip's own on one; templates do not compile
     rm -- "$STATE/unpacking"
     mark "$STATE/packages-$1" "$inputs"
+}
+
+hashed() {  # pins, with the digests of their wheels on the machines that these are of: then pip asks for every one
+    if [[ $(uname -sm) == "Linux x86_64" ]]; then awk -f scripts/hashed.awk requirements.sha256 -; else cat; fi
 }
 
 pip_install() {

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dynapipe.cli.main import EXAMPLES, PROGRAM, build_parser
+from megatron_dynapipe.cli.main import COMMANDS, EXAMPLES, PROGRAM, build_parser
 from megatron_dynapipe.integration.flags import command_line
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -20,6 +20,7 @@ written from the parsers' own help. A first command to try:
 `{PROGRAM} COMMAND` is the same as `python -m megatron_dynapipe COMMAND`. Data goes to stdout, everything
 else to stderr, and `--json` prints for machines. Exit status 0 means fine, 1 that a check failed, 2 that the command
 could not run: one line says why, and a hint what to do. A command that needs an extra which is not installed names it.
+With `pip install argcomplete`, `eval "$(register-python-argcomplete {PROGRAM})"` completes commands in bash and zsh.
 """
 _FLAGS = """
 ## Flags of a run
@@ -77,7 +78,7 @@ def _sections(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
         if isinstance(action, argparse._SubParsersAction):
             helps = {choice.dest: choice.help for choice in action._choices_actions}
             for word, below in action.choices.items():
-                yield _section(below, f"{name} {word}".strip(), helps.get(word) or "")
+                yield _section(below, f"{name} {word}".strip(), helps.get(word) or COMMANDS.get(word, ""))
                 yield from _sections(below, f"{name} {word}".strip())
 
 

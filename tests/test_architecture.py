@@ -68,7 +68,7 @@ ROOMS = {
         *("pyarrow", "safetensors", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
     "bridge": room(11, "numpy", "torch", "megatron"),
-    "cli": room(11, "numpy", "tqdm", "yaml"),
+    "cli": room(11, "numpy", "tqdm", "yaml", "argcomplete"),  # the last where a shell asks for completions
     "__main__": room(12),
 }
 TYPES_BY_NAME = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.helpers.commands import ROOT, run_python
+from tests.helpers.commands import ROOT, run, run_python
 
 LOCK = ROOT / "requirements.lock"
 OF_BRIDGE = ROOT / "requirements-bridge.lock"
@@ -71,3 +71,18 @@ def test_what_the_demo_installs_has_whatever_it_requires() -> None:
     ]
     assert required | {canonicalize_name(Requirement(each).name) for each in direct} | {"nanobind", "pip"} <= names
     assert {"pytest", "ruff", "sphinx"} <= locked("check").keys()
+
+
+def test_every_pin_has_the_digest_of_its_wheel_and_nothing_else_has_one() -> None:
+    """pip refuses a list in which some packages have digests and others do not."""
+    lines = (ROOT / "requirements.sha256").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+ sha256:[0-9a-f]{64}", line) for line in lines)
+    digests = {line.partition(" ")[0] for line in lines}
+    assert digests == {f"{name}=={version}" for name, version in locked().items()}
+
+
+def test_set_up_gives_pip_the_digests(tmp_path: Path) -> None:
+    (tmp_path / "pins").write_text("# a comment\nTypes_x.y[z]==1.0\nother==2\n")
+    (tmp_path / "digests").write_text("# of\ntypes-x-y==1.0 sha256:ab\ntypes-x-y==1.0 sha256:cd\n")
+    done = run("awk", "-f", str(ROOT / "scripts/hashed.awk"), str(tmp_path / "digests"), str(tmp_path / "pins"))
+    assert done.stdout == "Types_x.y[z]==1.0 --hash=sha256:ab --hash=sha256:cd\nother==2\n"

@@ -36,7 +36,7 @@ from megatron_dynapipe.core.scheduling import schedule_batch
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.ways.rivals.settings import PartitionAlgorithm, PartitionSettings
 
 LAYOUT = (1, 2, 4)
 MAXIMUM_LENGTHS = (512, 1024, 2048, 4096)

@@ -13,8 +13,8 @@ from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.partition import OrderedPartitions
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout
-from megatron_dynapipe.tools.rivals import packed
-from megatron_dynapipe.tools.rivals.rules import Room, Rows
+from megatron_dynapipe.ways.rivals import packed
+from megatron_dynapipe.ways.rivals.rules import Room, Rows
 
 
 def dp_balanced(lengths: Sequence[int], room: Room) -> Rows:

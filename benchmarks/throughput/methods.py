@@ -9,7 +9,7 @@ from benchmarks.planning.dp_balanced import DpBalanced
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.ways.rivals.settings import PartitionAlgorithm, PartitionSettings
 
 PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
 

@@ -96,16 +96,20 @@ def check_losses(rows: list[dict[str, Any]], tolerance: float = SAME_LOSS) -> No
         raise SystemExit(f"expected the same first loss of all methods, {first:.6f}; got {far}")
 
 
-def sentence(rows: list[dict[str, Any]]) -> str:
-    """What planning gained in one turn, in a line: over packed rows first, the stronger rival."""
+def sentence(rows: list[dict[str, Any]], *, load: float = 0.0, cores: int = 1) -> str:
+    """What planning gained in one turn, in a line: over packed rows first, the stronger rival.
+
+    With `load`, how many processes wanted to run on so many cores, it says where others made the speeds meaningless.
+    """
     speeds = {row["method"]: row["tokens_per_second"] for row in rows}
     names = {"planned": "planned", "packed_rows": "packed into rows", "padding": "padded"}
     said = ", ".join(f"{name} {speeds[method]:,.0f}" for method, name in names.items() if method in speeds)
     gain = ""
     if "packed_rows" in speeds:
         factor = speeds["planned"] / speeds["packed_rows"]
-        gain = f"plans train {factor:.2f} times as fast as packed rows here, in one turn; "
-    return f"{gain}the same samples, tokens/s: {said}"
+        gain = f"measured once, plans trained {factor:.2f} times as fast as packed rows; "
+    busy = f"; the machine was busy ({load:.0f} processes on {cores} cores), which makes these numbers meaningless"
+    return f"{gain}the same samples, tokens/s: {said}{busy if load > 2 * cores else ''}"
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:

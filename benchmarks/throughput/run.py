@@ -32,6 +32,7 @@ host. Not yet run on a GPU; `--size gpu --device cpu` does the same without one,
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -79,11 +80,15 @@ def main() -> None:
             of_case = compare(case, methods, setting, lambda so_far, earlier=earlier: keep(args.json, earlier + so_far))
             in_bf16 = size == "gpu" or "--bf16" in args.flags
             check_losses(of_case, SAME_LOSS_BF16 if in_bf16 else SAME_LOSS)
-            print(sentence(of_case) if args.demo else table(of_case), flush=True)
+            print(_in_a_demo(of_case) if args.demo else table(of_case), flush=True)
             rows += of_case
     keep(args.json, rows)
     if args.output:
         write(rows, args.output)
+
+
+def _in_a_demo(rows: list[dict[str, Any]]) -> str:
+    return sentence(rows, load=os.getloadavg()[0], cores=len(os.sched_getaffinity(0)))
 
 
 def keep(path: Path | None, rows: list[dict[str, Any]]) -> None:

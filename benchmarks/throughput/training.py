@@ -182,7 +182,7 @@ def take_turns(running: dict[str, Job], *, batches: int, rounds: int) -> dict[st
                 continue
             for _ in range(2 if turn else 1):
                 results[method][turn] = running[method].ask({"batch": (turn - 1) % batches if turn else 0})
-        say(f"{turn} of {rounds * batches}")
+        say(f"{turn} of {rounds * batches} turns, in which {', '.join(methods)} train the same samples")
     return results
 
 

@@ -38,16 +38,12 @@ struct Option {
     int64_t time, pressure;
 };
 
-// Time that each sample of a class saves by going from its present option to the next, and what memory that takes.
+// Time that each sample of a class saves by going to its next option, and what memory that takes.
 struct Upgrade {
     int32_t of;  // class
     size_t to;
     int64_t saved, pressure;
 };
-
-bool are_alike(const MicroBatch* a, const MicroBatch* b) {
-    return a->modes == b->modes && a->samples == b->samples;
-}
 
 class Starts {
 public:
@@ -145,22 +141,38 @@ bool Starts::cost(int64_t size) {
     return true;
 }
 
-// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica, with the first mode
-// that covers a sample; kUnreachable where none does.
+// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica: with the first mode
+// that covers a sample, or with the last as far as memory asks for it; kUnreachable where none does.
 int64_t Starts::estimate(int64_t size, int64_t rows) {
-    std::vector<int64_t> work(problem_.stages(), 0);
-    std::vector<Share> its;
+    const size_t stages = problem_.stages(), modes = problem_.modes.size();
+    std::vector<Share> fast(stages, Share{0, 0, 0}), light = fast, first, last;  // of all samples: [stages]
     for (const LengthClass& samples : classes_) {
         size_t mode = 0;
-        while (mode < problem_.modes.size() && !costs_.shares(mode, samples.sample, size, its)) ++mode;
-        if (mode == problem_.modes.size()) return kUnreachable;
+        while (mode < modes && !costs_.shares(mode, samples.sample, size, first)) ++mode;
+        if (mode == modes) return kUnreachable;
+        if (mode + 1 == modes || !costs_.shares(modes - 1, samples.sample, size, last)) last = first;
+        const auto count = static_cast<int64_t>(samples.members.size());
         for (size_t v = 0; v < problem_.modules.size(); ++v)
-            work[v % problem_.stages()] +=
-                time(its[costs_.type_of()[v]]) * static_cast<int64_t>(samples.members.size());
+            for (const auto& [all, of] : {std::pair(&fast, &first), std::pair(&light, &last)}) {
+                const Share& its = (*of)[costs_.type_of()[v]];
+                (*all)[v % stages].forward += time(its) * count;
+                (*all)[v % stages].stored += its.stored / kScale * count;
+            }
     }
-    const int64_t sum = std::accumulate(work.begin(), work.end(), int64_t{0});
-    return *std::max_element(work.begin(), work.end()) / problem_.replicas +
-           sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
+    int64_t part = kScale;  // of the work, under the fastest mode; pieces are held until their sample's last has run
+    for (size_t s = 0; s < stages && !problem_.pipeline.forward_only && !problem_.is_cut(); ++s) {
+        const int64_t held = std::min(in_flight_[s], rows), of = rows * problem_.replicas;
+        const int64_t more = (fast[s].stored - light[s].stored) / of * held;
+        const int64_t left = std::max<int64_t>(room(s) - light[s].stored / of * held, 0);
+        if (more > left) part = std::min(part, left * kScale / more);
+    }
+    int64_t sum = 0, most = 0;
+    for (size_t s = 0; s < stages; ++s) {
+        const int64_t of_stage = light[s].forward + (fast[s].forward - light[s].forward) / kScale * part;
+        sum += of_stage;
+        most = std::max(most, of_stage);
+    }
+    return most / problem_.replicas + sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
 }
 
 // The sizes of rows that promise the most: large enough for the kernels, small enough for the pipeline.
@@ -304,7 +316,9 @@ void Starts::rows(int64_t size, int64_t width, std::vector<MicroBatches>& found)
         if (rows[mode] > 0 && !fill(mode, samples[mode], rows[mode], start)) return;
     sort_chains(start);
     const bool known = std::any_of(found.begin(), found.end(), [&](const MicroBatches& other) {
-        return std::equal(start.begin(), start.end(), other.begin(), other.end(), are_alike);
+        return std::equal(
+            start.begin(), start.end(), other.begin(), other.end(),
+            [](const MicroBatch* a, const MicroBatch* b) { return a->modes == b->modes && a->samples == b->samples; });
     });
     if (!known && static_cast<int64_t>(start.size()) >= problem_.replicas) found.push_back(std::move(start));
 }

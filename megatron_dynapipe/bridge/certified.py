@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dynapipe.bridge import entry, recipe, relied_on
 from megatron_dynapipe.bridge.layers import changed
@@ -26,13 +27,14 @@ from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.failure import reported
+from megatron_dynapipe.integration.equip.experts import RouterTerms, equip_experts, finish_iteration, routers_of
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.tools.certify.flags import RATES
 from megatron_dynapipe.tools.certify.parameters import frozen_of, gradients_of, steps_of, weights_of
 from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED, REFERENCE
 from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord
-from megatron_dynapipe.tools.certify.single_rows import single_rows
+from megatron_dynapipe.tools.certify.single_rows import Row, single_rows
 
 _ALONE: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -43,6 +45,8 @@ _ALONE: dict[str, Any] = {
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "recompute_granularity": None,
 }
@@ -69,6 +73,7 @@ class Certified:
         self.record = RankRecord()
         self._weights: Sequence[Part] = []
         self._frozen: dict[str, int] = {}
+        self._routers: Sequence[RouterTerms] = []
 
     @contextlib.contextmanager
     def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
@@ -107,7 +112,7 @@ class Certified:
         def datasets(context: DatasetBuildContext) -> tuple[Any, Any, Any]:
             run.datasets(context)  # where they are the recipe's own, their folder is written
             split = splits_of(config, run.host.long_samples, run.host.data, int(self.role != BEGIN))[0]
-            return single_rows(run.host.data, split), None, None
+            return map(self._tell_routers, single_rows(run.host.data, split)), None, None
 
         try:
             with entry.per_token(config), changed(config, dataset=entry.PlannedDataset(datasets)):
@@ -160,12 +165,25 @@ class Certified:
         scheduler.lr_warmup_fraction = None
         self.record.notes = [f"optimizer.lr = {optimizer.lr}, optimizer.weight_decay = {optimizer.weight_decay:g}"]
 
+    def _tell_routers(self, row: Row) -> Row:
+        """A row of one sample, which the next pass runs: routers' terms are those of planned iterations."""
+        tokens = row["tokens"]
+        assert tokens is not None
+        for router in self._routers:
+            router.begin(torch.zeros_like(tokens.t(), device=router.weight.device), 1)
+        return row
+
     def _before_step(self, models: Any) -> None:
+        if self.role != PLANNED:
+            equip_experts(models)
+            self._routers = routers_of(models)
         if not self.record.norms and self._has_steps:
             self._weights = weights_of(models)
             self._frozen = frozen_of(models)
 
     def _after_step(self, models: Any, optimizer: Any, losses: dict[str, torch.Tensor], norm: float | None) -> None:
+        if self.role != PLANNED:
+            finish_iteration(models, ProcessGroupCollection.use_mpu_process_groups())
         record = self.record
         record.losses += [float(loss) for name, loss in losses.items() if name == "lm loss"]
         record.norms.append(float(norm or 0.0))

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
 from megatron_dynapipe.bridge import recipe, relied_on
+from megatron_dynapipe.bridge.hints import in_python
 from megatron_dynapipe.bridge.layers import AUTO, changed, chooses
 from megatron_dynapipe.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.bridge.run import PlannedRecipe, Recipe
@@ -101,7 +102,7 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    with PlannedRecipe(host) as run, planning(config, run):
+    with in_python(), PlannedRecipe(host) as run, planning(config, run):
         yield run
 
 

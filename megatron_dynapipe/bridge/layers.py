@@ -21,8 +21,8 @@ from megatron_dynapipe.costing.pattern import layer_split_of_pattern, megatron_l
 from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves, modules_of_text
 from megatron_dynapipe.integration.flags.layer_split import first_batches, layers_of_config
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.service.over_rows import over_rows
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.tools.rivals.methods import Longest, predict
 
 AUTO, RECIPE = "auto", "recipe"
 LAYERS = (AUTO, RECIPE)
@@ -101,27 +101,13 @@ def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
     return chosen, f"layers per stage: {_said(chosen)}, predicted {gain:.2f} times as fast as the recipe's {_said(own)}"
 
 
-def compared(inputs: PlanInputs, length: int) -> str:
-    """How plans are predicted beside packed rows of the same samples on the same layers; empty if either has no plan.
-
-    Args:
-        inputs: what plans are made from.
-        length: positions of a packed row.
-    """
-    costs = inputs.costs.load()
+def over_packed_rows(inputs: PlanInputs) -> str:
+    """What plans gain over packed rows on the same layers by the first batch, in words; empty without either plan."""
     batches, _ = first_batches(Path(inputs.data_folder), inputs.splits[0].sampler)
-    planned = _predicted_ms(inputs.planner, costs, batches[:1])
     try:
-        rows = predict("packed_rows", batches[0], Longest(length, 0), inputs.planner, costs).ms
+        return over_rows(planner_of(inputs.planner, inputs.costs.load()), batches[0])
     except PlanningError:
         return ""
-    if planned is None:
-        return ""
-    slower = planned > rows
-    times = planned / rows if slower else rows / planned
-    remedy = '; planned(config, layers="auto") chooses others' if slower else ""
-    kind = "slow" if slower else "fast"
-    return f"plans are predicted {times:.2f} times as {kind} as packed rows without plans on the same layers{remedy}"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
-from megatron_dynapipe.bridge.layers import choose, compared, kept_config, laid_out, layers_of_checkpoint
+from megatron_dynapipe.bridge.layers import choose, kept_config, laid_out, layers_of_checkpoint, over_packed_rows
 from megatron_dynapipe.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.errors import DataError
@@ -25,6 +25,7 @@ from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.integration.entry.preflight import long_samples
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, takes_mask
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.run.host import Host
@@ -32,6 +33,7 @@ from megatron_dynapipe.integration.run.run import Items, Run
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples
+from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
 from megatron_dynapipe.tools.prepare.learned import is_written
@@ -54,7 +56,7 @@ class Recipe(Host):
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
 
     Attributes:
-        gain: how plans are predicted beside packed rows, on the first rank; empty before the start.
+        gain: what plans are predicted to gain over packed rows, on the first rank; empty before the start.
     """
 
     loss_on: LossOn | None = None
@@ -172,9 +174,10 @@ class Recipe(Host):
         planner = inputs.planner
         if self._is_first:
             say(self._described(inputs, models))
-            self.gain = compared(inputs, self._config.model.seq_length)
-            if self.gain:
-                say(self.gain)
+            for split in inputs.splits:
+                for line in long_samples(split_sampler(self.data, split), self.data, split):
+                    say(f"{split.name}: {line}")
+            self.gain = over_packed_rows(inputs)  # which the planner says at its start
         ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
         return {
             "model": f"{_kinds(models)} of Megatron-Bridge, {planner.layout.model.layers} layers",

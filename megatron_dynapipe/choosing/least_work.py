@@ -76,13 +76,13 @@ class LeastWork:
         self.state = np.zeros(len(self.modules) + 1)
         if s.model_state_bytes is None:
             self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
+        self.rounded_up = (1 + int(self.targets.any())) * (LENGTH_MULTIPLE - 1) if self._derives else 0
         self._most = self._most_positions()
         self._has_free_kind = samples.labels is not None
         if self._has_free_kind:  # the last MLP and the head, which run over labels alone, are left out
             self.modules[-2:] = len(kinds)
         self.links = planner.links
         self.sent_per_position = s.sent_per_position
-        self.rounded_up = (1 + int(self.targets.any())) * (LENGTH_MULTIPLE - 1) if self._derives else 0
         self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
 
     @cached_property
@@ -166,7 +166,7 @@ class LeastWork:
         return np.concatenate([times - by_pair, by_pair])
 
     def _times(self, most: float, *, fitting: bool = False) -> Floats:
-        """Times of samples in micro-batches of at most so many positions, that fit the memory if asked for."""
+        """Times of samples in micro-batches of at most so many positions, as `_most_positions` counts them."""
         limits = self._most if fitting else [np.inf] * len(self._modes)
         times = [
             mode.times(self.inputs, self.targets, cut=self.cut, most=min(most, limit))
@@ -181,7 +181,7 @@ class LeastWork:
         return np.concatenate([costs, np.zeros_like(costs[..., :1])], axis=-1)
 
     def _most_positions(self) -> list[float]:
-        """Positions of a micro-batch that fits the memory, under every mode.
+        """Positions of a micro-batch that fits the memory, under every mode, rounded up as its costs are.
 
         On several stages its modes may differ, so that each stage is taken for one that stores the least.
         """
@@ -190,7 +190,7 @@ class LeastWork:
         if self.stages > 1:
             stored = [np.min(stored, axis=0)] * len(stored)
         least = [float(kinds[self.modules].sum()) for kinds in stored]
-        return [room / bytes_each if bytes_each > 0 else np.inf for bytes_each in least]
+        return [self.rounded_up + room / bytes_each if bytes_each > 0 else np.inf for bytes_each in least]
 
     def _state(self, state: ModelState, sharded: bool) -> Floats:
         """Bytes of model state of the first modules, experts left out, with the embedding."""
@@ -226,7 +226,7 @@ class LeastWork:
 
     def _part(self, most: float) -> float:
         """A replica's part of all work in rows of at most so many positions, which fit the memory."""
-        times = self._times(most, fitting=True)[:, :, self.modules].sum(axis=2).min(axis=0)
+        times = self._times(most + self.rounded_up, fitting=True)[:, :, self.modules].sum(axis=2).min(axis=0)
         total = float(times @ self.counts) / self.replicas - self.rounding
         return max(total, 0.0) if np.isfinite(total) else 0.0
 

@@ -7,8 +7,9 @@
                    a replica's work allows, too
     split          any micro-batches under the plan's own split: how they fill its stages, with what each takes by
                    itself (`choosing.filling`)
-    micro_batches  of the plan's own micro-batches: a stage's work, and the least forward work before it; what this is
-                   more is lost to rows, uneven stages or recomputation (`choosing.lost_time`)
+    micro_batches  of the plan's own micro-batches: a stage's work, the least forward work before it and, if backward
+                   passes are whole, the least backward work after it; what this is more is lost to rows, uneven stages
+                   or recomputation (`choosing.lost_time`)
     the plan
 
 A sample's least work is its share of the micro-batch that runs it best, of any size, padded or packed, whole or in
@@ -38,6 +39,7 @@ from megatron_dynapipe.choosing.lost_time import rows_alone
 from megatron_dynapipe.core.instructions import Forward, Pass
 from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan
 from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.problem import IntArray
 from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)
@@ -177,7 +179,7 @@ def limits(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Limits:
 
 
 def _of_replica(replica: ReplicaPlan, *, divides: bool) -> int:
-    """A stage's work and the least forward work before it, of the micro-batches that a replica runs."""
+    """`least_around` of the micro-batches that a replica runs."""
     forward = np.zeros((len(replica.micro_batches), len(replica.stages)), np.int64)
     backward, work = np.zeros_like(forward), np.zeros(len(replica.stages), np.int64)
     for stage, plan in enumerate(replica.stages):
@@ -186,7 +188,16 @@ def _of_replica(replica: ReplicaPlan, *, divides: bool) -> int:
             work[stage] += time
             if isinstance(step, Pass) and step.chunk == 0:
                 (forward if isinstance(step, Forward) else backward)[step.micro_batch, stage] += time
-    if not len(forward):
+    return least_around(work, *[forward] if divides else [forward, backward])
+
+
+def least_around(work: IntArray, *ways: IntArray) -> int:
+    """A stage's work and the least way to it, and the least way back where that is whole, which may be another row's.
+
+    Args:
+        work: int64[stages].
+        ways: forward, and backward passes on the first chunk: int64[micro-batches, stages] each.
+    """
+    if not len(ways[0]):
         return 0
-    around = forward if divides else forward + backward
-    return max(int(around[:, :stage].sum(axis=1).min() + work[stage]) for stage in range(len(work)))
+    return max(int(sum(way[:, :stage].sum(axis=1).min() for way in ways) + work[stage]) for stage in range(len(work)))

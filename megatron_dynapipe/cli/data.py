@@ -1,7 +1,6 @@
 """`data`: text tasks → a tokenised dataset folder, the demo mixture, what a dataset holds."""
 
 import argparse
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -51,7 +50,10 @@ def _add_show(actions: Any) -> None:
     )
     show.add_argument("folder", type=Path, metavar="DIR", help="a dataset folder")
     show.add_argument("--split", choices=("train", "valid", "test"), default="train", help="(%(default)s)")
-    show.add_argument("--limit", type=int, metavar="N", help=f"samples (default: {_SHOWN}, with --json all)")
+    show.add_argument("--task", metavar="NAME", help=f"samples of one task, {_SHOWN} of them")
+    show.add_argument("--sample", type=int, metavar="N", help="one sample by its number, as errors name it")
+    limit = "samples (default: one of each task, which take turns; with --json all, in order)"
+    show.add_argument("--limit", type=int, metavar="N", help=limit)
     show.add_argument("--model", choices=tuple(ModelFamily), default="gpt", help="the kind of model (%(default)s)")
     show.add_argument("--json", action="store_true", help="a line of token ids for each sample")
 
@@ -60,7 +62,7 @@ def _add_prepare(actions: Any) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="text tasks → a tokenised dataset folder",
-        description="Done, the same command does nothing. docs/data.md has the form of a mixture file.",
+        description="The same command does nothing if the dataset is complete. docs/data.md describes mixture files.",
     )
     add = prepare.add_argument
     files = "JSON lines with task, input and target (also .gz, .zst), Parquet, Arrow or CSV; a folder or a pattern"
@@ -144,8 +146,7 @@ def _show(args: argparse.Namespace) -> None:
 
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"expected --limit of at least 1, got {args.limit}")
-    limit = args.limit or (None if args.json else _SHOWN)
-    samples = itertools.islice(taught_samples(args.folder, args.split, ModelFamily(args.model)), limit)
+    samples = taught_samples(args.folder, args.split, ModelFamily(args.model), _numbers(args))
     if args.json:
         for sample in samples:
             print(json.dumps(sample.row(), ensure_ascii=False))
@@ -153,6 +154,25 @@ def _show(args: argparse.Namespace) -> None:
     printed = sample_printer(args.folder, coloured=sys.stdout.isatty())
     for sample in samples:
         print(printed(sample))
+
+
+def _numbers(args: argparse.Namespace) -> list[int]:
+    """Numbers of the samples that `show` prints; raises ConfigError."""
+    from megatron_dynapipe.tools.taught import chosen_samples
+
+    meta = read_meta(args.folder)
+    count = meta.split_samples[args.split]
+    if args.sample is not None:
+        if args.task is not None or not 0 <= args.sample < count:
+            places = f"from 0 to {count - 1} of {args.split}"
+            raise ConfigError(f"expected --sample {places}, without --task, got {args.sample}")
+        return [args.sample]
+    if args.json and args.task is None:
+        return [*range(count)][: args.limit]
+    chosen = chosen_samples(args.folder, args.split, args.task)
+    if args.limit is None and not args.json:
+        return chosen[: len(meta.samples[args.split]) if args.task is None else _SHOWN]
+    return chosen[: args.limit]
 
 
 def _stats(args: argparse.Namespace) -> None:

@@ -104,7 +104,7 @@ COMMANDS = {
     "doctor": "what is installed, and whether it can train here",
     "data": "make a tokenised dataset, or describe one",
     "plan": "lengths, costs and a parallel layout → plans",
-    "compare": "predicted time, memory and padding under dynapipe, packed rows, token-based, uniform, padding",
+    "compare": "predicted time, memory and padding of plans and of other trainers' micro-batches",
     "tune": "which parallel layout of a cluster trains these batches fastest",
     "orchestrate": "stages with different numbers of replicas for a layer profile",
     "verify": "check that a plan file can run, or say what is wrong with it",
@@ -117,6 +117,14 @@ COMMANDS = {
     "patch": "apply, check, merge or reverse the patches on a Megatron-LM checkout",
 }
 """The purpose of each command, in the order of `--help`; its module in `megatron_dynapipe.cli` has its name."""
+
+GROUPS = {
+    "prepare": ("doctor", "data", "convert", "patch"),
+    "predict": ("plan", "compare", "tune", "orchestrate"),
+    "measure and prove": ("profile", "cost-model", "certify"),
+    "look": ("verify", "show", "report"),
+}
+"""Commands by what they are for."""
 
 EXIT_CANNOT_RUN = 2
 EXIT_INTERRUPTED = 130
@@ -174,17 +182,26 @@ def _nearest(message: str, options: Iterable[str]) -> str | None:
 
 def build_parser(asked: str | None = None) -> argparse.ArgumentParser:
     """The whole command line's parser; if a command is asked for, no other's module is imported for its arguments."""
-    parser = Parser(prog=PROGRAM, description="Dynamic pipelines for Megatron-LM.")
+    parser = Parser(prog=PROGRAM, description=f"Dynamic pipelines for Megatron-LM.\n\n{_grouped()}")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text in COMMANDS.items():
-        command = subparsers.add_parser(name, help=text)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help="one of these")
+    for name in COMMANDS:
+        command = subparsers.add_parser(name)
         if asked in (None, name):
             module = _command(name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     add_examples(parser)
     return parser
+
+
+def _grouped() -> str:
+    """The commands with their purposes, in groups."""
+    lines = []
+    for group, names in GROUPS.items():
+        lines.append(f"{group}:")
+        lines += [f"  {name:12}{COMMANDS[name]}" for name in names if name in COMMANDS]
+    return "\n".join(lines)
 
 
 def _command(name: str) -> ModuleType:
@@ -195,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code."""
     try:
         words = sys.argv[1:] if argv is None else argv
+        if "_ARGCOMPLETE" in os.environ:  # a shell completes a command line; the process ends here
+            importlib.import_module("argcomplete").autocomplete(build_parser())
         args = build_parser(words[0] if words else "").parse_args(words)
         code: int = args.run(args)
         sys.stdout.flush()

@@ -63,7 +63,8 @@ def take_run_file(args: argparse.Namespace) -> None:
         sizes = {name: said.pop(name) for name in SIZES if name in said}
         if all(getattr(args, name, 0) is None for name in SIZES):
             said |= sizes
-            _say(f"layout of {args.model_config}: {', '.join(f'{name} {size}' for name, size in sizes.items())}", sizes)
+            layout = ", ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+            _say(f"layout of {args.model_config}: {layout}", sizes)
         elif getattr(args, "layers_per_stage", AUTO) is None and isinstance(said.get("layers_per_stage"), tuple):
             not_read.append("dynapipe-layers-per-stage (of another layout)")
             del said["layers_per_stage"]
@@ -76,7 +77,7 @@ def take_run_file(args: argparse.Namespace) -> None:
 
 def _say(line: str, about: object) -> None:
     if about:
-        print(line.replace("_", "-"), file=sys.stderr)
+        print(line, file=sys.stderr)
 
 
 def _planning_flags(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.core.costs import ATTENTION, HEAD, CostTables, Kind, Quantity
+from megatron_dynapipe.core.costs import HEAD, CostTables, Quantity
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.instructions import PASS_TYPES, Pass
 from megatron_dynapipe.core.model import PipelineLayout
@@ -120,7 +120,7 @@ class BatchProblem:
         transfers: when transfers are started, and what a start waits for.
         chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
             follow one another.
-        piece_costs: int64[modes, samples, 2, len(Quantity)], what pieces cost besides (`costing.pieces`).
+        piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces cost besides (`costing.pieces`).
         split_backward: whether backward passes may be divided: where that is faster, or all that can be.
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
             None where all do.
@@ -197,7 +197,7 @@ class BatchProblem:
                 **native_links(layout, self.links, self.bytes_per_position, self.held_per_position),
                 **native_rules(self.transfers),
                 chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
-                extras=_of_pieces(self.piece_costs, kinds, doubled),
+                extras=_extras(self.piece_costs, doubled),
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
             )
@@ -300,13 +300,10 @@ def _with(values: IntArray, doubled: int | None) -> IntArray:
     return np.ascontiguousarray(values if doubled is None else np.concatenate([values, values[doubled : doubled + 1]]))
 
 
-def _of_pieces(costs: IntArray | None, kinds: Sequence[Kind], doubled: int | None) -> IntArray:
-    """What pieces cost besides, by kind of module in place of attention and MLP: the head nothing."""
-    if costs is None:
-        return np.zeros(0, np.int64)
-    of_kinds = [0 if kind == ATTENTION else 2 if kind == HEAD else 1 for kind in kinds] + [1] * (doubled is not None)
-    nothing = np.zeros_like(costs[:, :, :1])
-    return np.concatenate([costs, nothing], axis=2)[:, :, of_kinds].ravel()
+def _extras(costs: IntArray | None, doubled: int | None) -> IntArray:
+    return (
+        np.zeros(0, np.int64) if costs is None else np.moveaxis(_with(np.moveaxis(costs, 2, 0), doubled), 0, 2).ravel()
+    )
 
 
 def _mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...]:

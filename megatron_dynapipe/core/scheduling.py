@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dynapipe.core.errors import InfeasibleError, StallError
-from megatron_dynapipe.core.native import NEVER
 from megatron_dynapipe.core.orders import Schedule, ScheduleSettings, one_f_one_b_within_memory, predict, schedule
 from megatron_dynapipe.core.partition import OrderedPartitions, Partition
 from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem
@@ -60,55 +59,31 @@ def schedule_batch(
         PlanningError: costs or settings outside what 64-bit sums can hold.
         StallError: every order stalls by the problem's rules of transfers.
     """
+    candidates = []
     may_reorder = searchable and chosen.method != "adaptive"
     if may_reorder and BatchLayout.PACKED in problem.batch_layouts:
         return _rescheduled(problem, partitioned, chosen)
-    searched: ScheduledBatch | None = None
     if searchable and chosen.method == "adaptive":
         searched = _searched(problem, partitioned, chosen)
         if searched is not None:
             if problem.split_backward == "on":
                 return searched
+            candidates.append(searched)
             # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
             chosen = replace(chosen, method="1f1b")
-    fastest = _fastest(problem, partitioned, chosen, searched)
-    if fastest is None and may_reorder:  # partitions leave messages too little room; a search does not
-        return _rescheduled(problem, partitioned, chosen)
-    return fastest
-
-
-def _fastest(
-    problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings, found: ScheduledBatch | None
-) -> ScheduledBatch | None:
-    """The partition that is scheduled fastest, where it is faster than what was found; of equal ones the first.
-
-    Partitions whose bound is above the fastest are not scheduled.
-
-    Raises:
-        StallError: nothing was found, and the orders of all partitions that fit stall.
-    """
-    every = (_assigned(problem, partitioned.order, partition) for partition in partitioned.partitions)
-    assigned = [batch for batch in every if batch is not None]
-    least = [max(_least_ns(batch.costs.take(rows)) for rows in batch.replicas) for batch in assigned]
-    best = (NEVER if found is None else found.makespan_ns, -1)
     stalled: StallError | None = None
-    for at in sorted(range(len(assigned)), key=least.__getitem__):
-        batch = assigned[at]
-        if least[at] > best[0]:
-            break
+    for partition in partitioned.partitions:
         try:
-            schedules = [schedule(batch.costs.take(rows), chosen) for rows in batch.replicas]
+            candidates.append(_scheduled(problem, partitioned.order, partition, chosen))
         except InfeasibleError:
             continue
         except StallError as error:
             stalled = error
-            continue
-        scheduled = replace(batch, schedules=schedules)
-        if (scheduled.makespan_ns, at) < best:
-            best, found = (scheduled.makespan_ns, at), scheduled
-    if stalled is not None and found is None:
+    if stalled is not None and not candidates:
         raise stalled
-    return found
+    if not candidates and may_reorder:  # partitions leave messages too little room; a search does not
+        return _rescheduled(problem, partitioned, chosen)
+    return min(candidates, key=lambda scheduled: scheduled.makespan_ns, default=None)
 
 
 def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
@@ -152,8 +127,14 @@ def _rescheduled(
     return replace(searched, schedules=schedules)
 
 
-def _assigned(problem: BatchProblem, order: IntArray, partition: Partition) -> ScheduledBatch | None:
-    """A partition's micro-batches on their replicas, not scheduled yet; None where a half was never measured."""
+def _scheduled(
+    problem: BatchProblem, order: IntArray, partition: Partition, chosen: ScheduleSettings
+) -> ScheduledBatch:
+    """One partition as it is.
+
+    Raises:
+        InfeasibleError: its schedule does not fit the memory, or a half of a micro-batch was never measured.
+    """
     members, modes = partition.members(order), partition.modes
     while len(members) < problem.replicas:  # Every replica gets one: halve the largest.
         largest = int(np.argmax([len(micro_batch) for micro_batch in members]))
@@ -161,34 +142,24 @@ def _assigned(problem: BatchProblem, order: IntArray, partition: Partition) -> S
         members[largest : largest + 1] = [members[largest][:half], members[largest][half:]]
         modes = np.insert(modes, largest, modes[largest])
     batch_layouts = [partition.layout] * len(members)
+    shapes = [problem.shape(micro_batch, partition.layout) for micro_batch in members]
     costs, covered = problem.costs_of(members, batch_layouts, modes)
     if not covered.all():  # A size that was measured says nothing of its half.
-        return None
+        raise InfeasibleError("a micro-batch that every replica needs a part of cannot be divided")
     if partition.in_turn:
         replicas = [np.arange(first, len(members), problem.replicas) for first in range(problem.replicas)]
     else:
         replicas = assign(costs.stage_times_ns, problem.replicas)
+    schedules = [schedule(costs.take(rows), chosen) for rows in replicas]
     return ScheduledBatch(
         members=members,
         batch_layouts=batch_layouts,
-        shapes=[problem.shape(micro_batch, partition.layout) for micro_batch in members],
+        shapes=shapes,
         modes=np.repeat(modes[:, None], problem.layout.virtual_stages, axis=1),
         costs=costs,
         replicas=replicas,
-        schedules=[],
+        schedules=schedules,
     )
-
-
-def _least_ns(costs: ScheduleProblem) -> int:
-    """What every order of one replica's passes takes: a stage's work, the least way there before and back after it."""
-    if not costs.micro_batches:
-        return 0
-    ways = (costs.forward_ns,) if costs.forward_only else (costs.forward_ns, costs.backward_ns)
-    least = costs.stage_times_ns.sum(axis=0)
-    for way in ways:
-        first = way[:, : costs.stages]
-        least = least + (np.cumsum(first, axis=1) - first).min(axis=0)
-    return int(least.max())
 
 
 EXCHANGES = 32

@@ -29,7 +29,8 @@ from megatron_dynapipe.core.costs import (
 )
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops, smallest
+from megatron_dynapipe.costing.counted import divisions_of
+from megatron_dynapipe.costing.division import Division, LayerKind
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of
 from megatron_dynapipe.costing.shape import ModelShape
@@ -176,7 +177,7 @@ class AnalyticCostModel:
         b = self._sizes[:, None, None].astype(float)
         s = self._lengths[None, :, None].astype(float)
         t = targets[None, None, :].astype(float)
-        divisions = self._divisions(recompute)
+        divisions = divisions_of(self.shape, recompute)
         dividing = Dividing(
             divisions=divisions,
             inputs=self._lengths,
@@ -270,26 +271,6 @@ class AnalyticCostModel:
         """Whether a backward pass has a second half; without gradients of most weights it is not worth one."""
         return recompute is not Recompute.FULL and self.shape.adapters is None
 
-    def _divisions(self, recompute: Recompute) -> Mapping[LayerKind, Division]:
-        def of(shape: ModelShape) -> dict[LayerKind, Division]:
-            divisions = shares_by_flops(
-                shape.hidden,
-                shape.query_channels,
-                shape.mlp_width,
-                recompute,
-                key_value_channels=shape.key_value_channels,
-                ffn_parameters=shape.mlp_parameters(1) // (2 * shape.hidden),
-                frozen=shape.adapters is not None,
-            )
-            if shape.experts is None and shape.latent is None:
-                return dict(divisions)
-            return {"encoder": _counted_division(shape, divisions["encoder"], recompute)}
-
-        if self.shape.kinds == 1:
-            known = of(self.shape)
-            return known if self._has_decoder else {"encoder": known["encoder"]}
-        return {"encoder": of(self.shape.dense)["encoder"], "expert": of(self.shape)["encoder"]}
-
     def layer_work(self, tensor_parallel: int) -> LayerWork:
         """The work of this model's layers; raises CostModelError if its heads or query groups cannot be shared so."""
         shape = self.shape
@@ -302,25 +283,6 @@ class AnalyticCostModel:
             sequence_parallel=self._sequence_parallel,
             element_bytes=self.rates.element_bytes,
         )
-
-
-def _counted_division(shape: ModelShape, division: Division, recompute: Recompute) -> Division:
-    """The division of a layer with experts, or with latent attention, from the work of its halves."""
-    work, one = LayerWork(shape=shape, element_bytes=1), np.ones(())
-    attention, mlp = work.self_attention(one, one), work.feed_forward(one, one)
-    if recompute is not Recompute.FULL:
-        kept = Rates(int(attention.kept_bytes), 0, int(mlp.kept_bytes))
-        division = msgspec.structs.replace(division, stored=(kept, kept))
-    if shape.latent is None:
-        return division
-    linear, inner, network = (int(flops) for flops in (attention.linear_flops, attention.core_flops, mlp.linear_flops))
-    of_attention = shape.attention_parameters(1) // (2 * shape.hidden)
-    return msgspec.structs.replace(
-        division,
-        forward=smallest(linear, inner, network, 0),
-        backward=smallest(linear, inner * (1 if shape.adapters is None else 2), network, 0),
-        parameters=(of_attention, division.parameters[1]),
-    )
 
 
 def layer_costs(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:

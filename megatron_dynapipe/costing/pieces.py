@@ -16,6 +16,8 @@ import numpy as np
 
 from megatron_dynapipe.core.costs import (
     ABSENT,
+    ATTENTION,
+    HEAD,
     LARGEST_COST,
     PREFIX_QUANTITIES,
     PREFIX_UNIT,
@@ -70,7 +72,7 @@ def piece_costs(
     later: IntArray,
     element_bytes: int,
 ) -> IntArray:
-    """The further costs of pieces to a layer's attention and MLP: int64[pieces, 2, len(Quantity)], ns and bytes.
+    """The further costs of pieces to modules by kind: int64[pieces, kinds, len(Quantity)], ns and bytes.
 
     In measured packed rows all of it is attention's. Where rows are derived from padded micro-batches, the layer's cost
     with its prefix is divided as one without, by the operations over all keys.
@@ -92,7 +94,12 @@ def piece_costs(
         _divide(costs, tables, tables.division, recompute, positions, before)
     # An MLP's peak lies above what its attention stores, a piece's too.
     costs[:, 1, Quantity.PEAK] = np.maximum(costs[:, 0, Quantity.PEAK] - costs[:, 0, Quantity.STORED], 0)
-    return np.clip(costs, -LARGEST_COST, LARGEST_COST)  # at the limit no stage has room for it
+    costs = np.clip(costs, -LARGEST_COST, LARGEST_COST)  # at the limit no stage has room for it
+    by_kind = np.zeros((len(positions), len(tables.kinds), len(Quantity)), np.int64)
+    for number, kind in enumerate(tables.kinds):
+        if kind != HEAD:
+            by_kind[:, number] = costs[:, int(kind != ATTENTION)]
+    return by_kind
 
 
 def _divide(

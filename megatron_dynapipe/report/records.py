@@ -71,6 +71,8 @@ class RunRecord(_Record, frozen=True, tag="run"):
     """Whether plans were made of costs that were computed, not measured."""
     samples: dict[str, dict[str, int]] = {}
     """Numbers of the dataset's samples, by split and task."""
+    evaluated: dict[str, int] = {}
+    """How many of a split's samples an evaluation runs, by split."""
     about: dict[str, str] = {}
     """For people: command, model, data, layout, machine, optimizer, versions, the time at which it began."""
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_dynapipe.core.errors import StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.core.errors import DynaPipeError, StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings
@@ -89,6 +89,7 @@ class PlannerLoop:
         self._splits = [SplitWindow(split, settings) for split in settings.inputs.splits]
         self._pool = ThreadPoolExecutor(settings.cores, thread_name_prefix="planner")
         self._doing = "starting"
+        self._has_said = False
         self._moved = time.monotonic()
 
     def run(self) -> None:
@@ -112,10 +113,12 @@ class PlannerLoop:
         try:
             self._look()
             if all(split.is_planned for split in self._splits):
+                self._say_gain()
                 return True
             waiting = [(split, iteration) for split in self._splits for iteration in split.unplanned]
             waiting.sort(key=lambda pair: pair[1] - pair[0].progress)
             if not waiting:
+                self._say_gain()
                 self._await_training()
             else:
                 self._plan(waiting[: self._settings.cores])
@@ -131,6 +134,19 @@ class PlannerLoop:
             self._check_idle()
             time.sleep(_LOOK_S)
         return False
+
+    def _say_gain(self) -> None:
+        """Once, when a run's first plans are published: what they gain over packed rows."""
+        if self._has_said or self._settings.planner:
+            return
+        self._has_said = True
+        self._doing = "predicting packed rows"
+        try:
+            gain = self._source.over_rows()
+        except DynaPipeError as error:
+            gain = f"plans cannot be compared with packed rows: {error}"
+        if gain:
+            logger.info("%s", gain)
 
     def close(self) -> None:
         """Delete what this planner may have published, where the server does not end with the job.

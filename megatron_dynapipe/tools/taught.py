@@ -4,13 +4,14 @@ decoder-only     <|user|>Hi<|assistant|>⟦Hello.<|end|>⟧          what counts
 encoder-decoder  summarize: …</s>  →  ⟦Short.</s>⟧
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.identity import lost_path
 from megatron_dynapipe.data.meta import open_split, read_meta, tokenizer_folder
@@ -48,8 +49,30 @@ class TaughtSample:
         return {"task": self.task, "tokens": self.tokens, "learned": self.learned, **lost}
 
 
-def taught_samples(folder: Path, split: str, family: ModelFamily) -> Iterator[TaughtSample]:
-    """The samples of a split in order, with the loss on what the dataset says.
+def chosen_samples(folder: Path, split: str, task: str | None = None) -> list[int]:
+    """Numbers of a split's samples, of one task or of all in turn: the first of each task, the second of each, ….
+
+    Raises:
+        DataError: the dataset is missing or damaged, or the split has no sample of the task.
+    """
+    meta = read_meta(folder)
+    tasks = read_task_ids(folder, split, meta.split_samples[split])
+    if task is None:
+        by_task = np.argsort(tasks, kind="stable")
+        counts = np.bincount(tasks)
+        turns = np.concatenate([np.arange(count) for count in counts])
+        numbers: list[int] = by_task[np.argsort(turns, kind="stable")].tolist()
+        return numbers
+    present = [meta.tasks[index] for index in np.unique(tasks).tolist()]
+    if task not in present:
+        raise DataError(f"expected a task of {folder} that {split} has samples of, got {task!r}: {', '.join(present)}")
+    return np.flatnonzero(tasks == meta.tasks.index(task)).tolist()
+
+
+def taught_samples(
+    folder: Path, split: str, family: ModelFamily, numbers: Iterable[int] | None = None
+) -> Iterator[TaughtSample]:
+    """Samples of a split, all in order or those of these numbers, with the loss on what the dataset says.
 
     Raises:
         DataError: the dataset is missing or damaged.
@@ -60,7 +83,8 @@ def taught_samples(folder: Path, split: str, family: ModelFamily) -> Iterator[Ta
     tasks = read_task_ids(folder, split, len(reader))
     path = lost_path(folder / split)
     lost = read_array(path, np.dtype("<u8"), len(reader)).tolist() if path.exists() else [0] * len(reader)
-    for number, task in enumerate(tasks.tolist()):
+    for number in range(len(tasks)) if numbers is None else numbers:
+        task = int(tasks[number])
         names = tuple(name for at, name in enumerate(meta.not_written) if lost[number] >> at & 1)
         inputs, targets = (part.tolist() for part in reader[number])
         if family.is_encoder_decoder:

@@ -270,6 +270,9 @@ def test_a_demo_ends_with_its_gain_over_packed_rows_in_one_turn():
     speeds = {"planned": 5506, "packed_rows": 3801, "padding": 280}
     measured = [{"method": method, "tokens_per_second": speed} for method, speed in speeds.items()]
     assert report.sentence(measured) == (
-        "plans train 1.45 times as fast as packed rows here, in one turn; the same samples, tokens/s: planned 5,506,"
+        "measured once, plans trained 1.45 times as fast as packed rows; the same samples, tokens/s: planned 5,506,"
         " packed into rows 3,801, padded 280"
     )
+    busy = "; the machine was busy (9 processes on 2 cores), which makes these numbers meaningless"
+    assert report.sentence(measured, load=9.1, cores=2).endswith(f"padded 280{busy}")
+    assert report.sentence(measured, load=2.4, cores=2).endswith("padded 280")

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from tests.core.planner_cases import batch, batch_of, cost_model, of_padded_costs, planner
+from tests.core.planner_cases import KERNEL_RATES, batch, batch_of, cost_model, of_padded_costs, planner
 from tests.core.planner_cases import settings as settings_of
 
 _ONE_STAGE = {"pipeline_parallel": 1, "data_parallel": 2, "slices": "off"}
@@ -76,6 +77,18 @@ def test_no_rows_of_one_stage_are_faster_than_their_bound(family, pairs, memory,
     samples = made.samples(lengths)
     least = fastest(made, samples)
     assert least is None or LeastWork(made, samples).on_one_stage() <= least
+
+
+@pytest.mark.parametrize("overhead_us", [10.0, 30.0, 100.0])
+@pytest.mark.parametrize("lengths", [(10, 10), (10, 18, 26), (10, 10, 34)])
+def test_short_rows_that_are_derived_from_padded_costs_are_priced_as_rounded_up(lengths, overhead_us) -> None:
+    """Nine positions are priced as sixteen, a part of which is less than nine of nine: bounds were 5% too high."""
+    rates = msgspec.structs.replace(KERNEL_RATES, layer_overhead_us=overhead_us, sharpness=1.0)
+    chosen = settings_of(ModelFamily.GPT, micro_batch_layouts=(BatchLayout.PACKED,), **_ONE_STAGE)
+    made = of_padded_costs(planner_of(chosen, cost_model(ModelFamily.GPT, rates=rates)))
+    samples = made.samples(batch_of(*[(length, 0) for length in lengths]))
+    least = fastest(made, samples)
+    assert least is not None and LeastWork(made, samples).on_one_stage() <= least
 
 
 def test_a_replica_of_one_row_is_bounded_by_rows_of_that_length() -> None:

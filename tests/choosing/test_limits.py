@@ -5,14 +5,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.optimum import best_makespan
-from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described, limits
+from megatron_dynapipe.choosing.limits import ADVICE, CAUSES, Limits, described, least_around, limits
 from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
+from megatron_dynapipe.core.problem import ScheduleProblem
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape, even_layer_split
 from megatron_dynapipe.costing.adapters import Adapters
@@ -172,6 +173,41 @@ def test_the_best_order_of_a_plans_micro_batches_lies_between_its_limit_and_the_
     optimum = best_makespan(costs)
     bounds = limits(made, samples, plan)
     assert bounds.micro_batches <= optimum <= plan.totals.predicted_ns <= optimum * 1.02
+
+
+@given(
+    st.integers(2, 3).flatmap(
+        lambda stages: st.lists(
+            st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=stages, max_size=stages),
+            min_size=2,
+            max_size=3,
+        )
+    )
+)
+@settings(max_examples=examples(60))
+@example([[(1, 30), (10, 10)], [(30, 1), (10, 10)]])
+def test_no_order_of_rows_is_faster_than_the_least_way_there_and_back(rows) -> None:
+    """The row that comes to a stage first need not leave it last: the sum of one row's ways was no bound."""
+    forward, backward = np.moveaxis(np.array(rows, np.int64), -1, 0)
+    nothing = np.zeros_like(forward)
+    costs = ScheduleProblem(
+        stages=forward.shape[1],
+        chunks=1,
+        forward_ns=forward,
+        backward_ns=backward,
+        stored_bytes=nothing,
+        peak_bytes=nothing,
+        forward_transfer_ns=nothing,
+        backward_transfer_ns=nothing,
+        weight_ns=nothing,
+        forward_message_bytes=nothing,
+        backward_message_bytes=nothing,
+        model_state_bytes=nothing[0],
+        memory_limit_bytes=1,
+        forward_only=False,
+        peak_covers_backward=False,
+    )
+    assert least_around((forward + backward).sum(axis=0), forward, backward) <= best_makespan(costs)
 
 
 def test_a_row_of_a_short_sample_that_is_rounded_up_costs_less_than_the_sample_padded() -> None:

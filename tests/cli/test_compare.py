@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_dynapipe.cli.batches import dataset_batches
 from megatron_dynapipe.cli.compare import geometric_means
@@ -160,3 +161,79 @@ def test_means_are_over_batches_that_both_can_run() -> None:
     assert over["a"]["geomean_over"] == pytest.approx({"b": 2.0, "c": 3.0})
     assert over["c"]["geomean_over"] == pytest.approx({"a": 1 / 3, "b": 1 / 3})
     assert geometric_means([]) == {}
+
+
+def test_plans_have_the_freedom_of_rivals_and_what_is_named_is_fixed_for_all(tmp_path, capsys) -> None:
+    """A head that weighs many layers: layers chosen for both, or none, and virtual stages likewise."""
+    file = with_batches(tmp_path / "batches.json", {"id": "a", "input": [900, 800, 700, 600, 500, 400, 300, 200] * 2})
+    sizes = "--model gpt --layers 8 --hidden-size 512 --num-attention-heads 4 --vocab-size 32768"
+    words = f"compare --batches {file} --cost-model analytic {sizes} --pipeline-parallel 2 --cluster h100_80gb --json"
+
+    def times(*more: str) -> dict[str, float]:
+        assert main([*words.split(), *more]) == 0
+        return {name: method["ms"] for name, method in report(capsys)["batches"][0]["methods"].items()}
+
+    free = times()
+    named = times("--layers-per-stage", "4,4", "--virtual-stages", "1")
+    equal = times("--layers-per-stage", "equal")
+    assert free["dynapipe"] < named["dynapipe"] and free["verl"] < named["verl"]
+    assert free["verl"] <= equal["verl"] <= named["verl"] and equal["dynapipe"] <= named["dynapipe"]
+    assert free["dynapipe"] <= free["verl"] * 1.001
+
+
+RUN_FILE = {
+    "num-layers": 4,
+    "hidden-size": 256,
+    "num-attention-heads": 4,
+    "padded-vocab-size": 1024,
+    "seq-length": 512,
+    "pipeline-model-parallel-size": 2,
+    "tensor-model-parallel-size": 2,
+    "sequence-parallel": True,
+    "bf16": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "same_as"),
+    [
+        ({"use-distributed-optimizer": True}, "--distributed-optimizer"),
+        ({"dynapipe-slices": "off"}, "--slices off"),
+        ({"dynapipe-layout": "padded"}, "--layout padded"),
+        ({"dynapipe-layers-per-stage": "3,1"}, "--layers-per-stage 3,1"),
+        ({"recompute-granularity": "full"}, "--recompute full"),
+        ({"dynapipe-device-memory-limit": 70}, "--device-memory-mb 70"),
+    ],
+)
+def test_what_a_run_file_fixes_counts(more: dict[str, Any], same_as: str, tmp_path, capsys) -> None:
+    """As the flag would; its layout, too, where no flag says another."""
+    file = with_batches(tmp_path / "batches.json", {"id": "a", "input": [200, 180, 150, 120, 90, 60, 30, 20]})
+
+    def plans(run_file: dict[str, Any], flags: str) -> Any:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(run_file))
+        words = f"plan --batches {file} --cost-model analytic --model-config {path} --cluster h100_80gb --json {flags}"
+        assert main(words.split()) == 0
+        (iteration,) = report(capsys)["iterations"]
+        return [iteration[key] for key in ("predicted_ms", "digest")]
+
+    layout = "--data-parallel 2 --tensor-parallel 2 --pipeline-parallel 2 --sequence-parallel"
+    assert plans(RUN_FILE | more, layout if "dynapipe-layers-per-stage" not in more else "") == plans(
+        RUN_FILE, f"{layout if 'dynapipe-layers-per-stage' not in more else ''} {same_as}"
+    )
+    alone, named = plans(RUN_FILE, ""), plans(RUN_FILE, "--tensor-parallel 2 --pipeline-parallel 2")
+    assert alone == named != plans(RUN_FILE, "--tensor-parallel 2 --pipeline-parallel 2 --no-sequence-parallel")
+
+
+def test_what_of_a_run_file_is_not_read_is_named(tmp_path, capsys) -> None:
+    file = with_batches(tmp_path / "batches.json", {"id": "a", "input": [100, 90]})
+    path = tmp_path / "run.yaml"
+    ignored = {"optimizer": "sgd", "grad-reduce-in-bf16": True, "dynapipe-layers-per-stage": "3,1"}
+    path.write_text(yaml.safe_dump(RUN_FILE | ignored))
+    words = f"plan --batches {file} --cost-model analytic --model-config {path} --cluster h100_80gb"
+    assert main(f"{words} --pipeline-parallel 4".split()) == 0
+    said = "grad-reduce-in-bf16, optimizer: sgd, dynapipe-layers-per-stage (of another layout)"
+    assert capsys.readouterr().err.splitlines()[0] == f"not read of {path}: {said}"
+    path.write_text(yaml.safe_dump(RUN_FILE | {"use-distributed-optimizer": "yes"}))
+    assert main(words.split()) == 2
+    assert "expected use-distributed-optimizer to be true or false, got yes" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import argparse
 import io
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,26 @@ def test_own_bugs_keep_their_traceback(echo: Echo) -> None:
     echo.outcome = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         frame.main(["echo"])
+
+
+def test_every_command_is_in_a_group_of_the_help() -> None:
+    grouped = [name for names in frame.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(frame.COMMANDS)
+    text = frame.build_parser("").format_help()
+    assert all(f"\n  {name} " in text and frame.COMMANDS[name] in text for name in grouped)
+
+
+def test_a_shell_is_answered_with_the_whole_parser(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As argcomplete, which ends the process once it has answered."""
+
+    def autocomplete(parser: argparse.ArgumentParser) -> None:
+        assert "--samples" in parser._subparsers._group_actions[0].choices["echo"].format_help()
+        raise SystemExit(0)
+
+    monkeypatch.setitem(sys.modules, "argcomplete", types.SimpleNamespace(autocomplete=autocomplete))
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    with pytest.raises(SystemExit):
+        frame.main([])
 
 
 def test_module_and_program_are_the_same_command() -> None:

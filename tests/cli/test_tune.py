@@ -6,13 +6,14 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from megatron_dynapipe import config
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.cli.tune import _overlap
-from megatron_dynapipe.cli.tuned_layouts import close_ones, usual_ones
+from megatron_dynapipe.cli.tuned_layouts import close_ones, gain_of, layers_of, row_of, unusable, usual_ones
 from megatron_dynapipe.tools import tuning
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from tests.helpers.planning_commands import arguments as of_commands
@@ -41,6 +42,9 @@ def test_report(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixtu
     assert len(best["peak_memory_mb"]) == best["pipeline_parallel"]
     planned = [each["predicted_ms"] for each in others if each["status"] == "planned"]
     assert planned == sorted(planned) and planned[0] >= best["predicted_ms"]
+    assert set(loaded["rivals"]) == {"packed_rows", "verl", "slime", "bridge"}
+    least = min(rival["predicted_ms"] for rival in loaded["rivals"].values())
+    assert loaded["gain"] == pytest.approx(least / best["predicted_ms"])
     unknown = [each["error"] for each in others if each["tensor_parallel"] == 4]
     assert unknown and all("tp" in error or "tensor" in error for error in unknown)
 
@@ -62,7 +66,8 @@ def test_labels_are_counted(tmp_path: Path, cost_file: Path, capsys: pytest.Capt
 def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(batches_file, cost_file, "--top", "2")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:4] == ["data", "tensor", "pipeline", "chunks"]
+    assert re.split(r"\s{2,}", lines[0])[:3] == ["layout", "time, ms", "reduction"]
+    assert all(len(line) <= 120 for line in lines[:3])
     assert " plans in " in lines[3]
     assert lines[4].startswith("cluster: h100_80gb: 8 devices per node with 200 MB each, 3040 Gbit/s and 10 µs")
     (command,) = [line for line in lines if line.startswith("train: ")]
@@ -75,7 +80,7 @@ def test_for_people(batches_file: Path, cost_file: Path, capsys: pytest.CaptureF
     assert any(line.startswith("cannot be used: 1·4·1: ") for line in refused)
     assert main(arguments(batches_file, cost_file, "--device-memory-mb", "5")) == 1
     out = capsys.readouterr().out
-    assert "optimizer state, of 5 MB" in out and "0 plans" in out
+    assert "more than 5 MB for parameters, gradients and optimizer state" in out and "0 plans" in out
 
 
 def test_why_usual_layouts_are_behind() -> None:
@@ -95,6 +100,87 @@ def test_why_usual_layouts_are_behind() -> None:
         " place of none",
         "replicas alone, 8·1·1: at least 1.50 times as long, 60.0 ms more of reduction",
     ]
+
+
+def layout_of(data: int, tensor: int, pipeline: int, ms: float | None = None, **known: object) -> TunedLayout:
+    sizes = {"data_parallel": data, "tensor_parallel": tensor, "pipeline_parallel": pipeline}
+    planned = {"status": "planned", "predicted_ms": ms, "reduction_ms": 1.0, "tokens_per_second": 1e5, "idle": 0.1}
+    planned |= {"peak_memory_mb": (70_000.0,), "micro_batches": 8, "recompute": "none+selective+full"}
+    usual = planned if ms is not None else {"status": "infeasible"}
+    return TunedLayout(**sizes, layout="auto", distributed_optimizer=True, **(usual | known))
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ((100.0, 112.0), "plans are 1.12 times as fast: 100.0 ms on 8·1·2, rows packed as verl does 112.0 ms on 4·2·2"),
+        ((100.0, 101.0), "plans gain nothing here (1.01 ×): 100.0 ms on 8·1·2"),
+        ((100.0, 90.0), "plans are slower here (0.90 ×): 100.0 ms on 8·1·2"),
+    ],
+)
+def test_what_plans_gain(times: tuple[float, float], said: str) -> None:
+    """Over the fastest of others, whether that is good news or not; over Bridge's, and with stages."""
+    ours, theirs = times
+    rivals = {"verl": layout_of(4, 2, 2, theirs), "bridge": layout_of(8, 2, 1, 150.0)}
+    tuning = Tuning(layouts=(layout_of(8, 1, 2, ours),), settings=(), plans=1, seconds=1.0, rivals=rivals)
+    names = {"verl": "rows packed as verl does", "bridge": "Bridge's"}
+    first, bridge = gain_of(tuning, names)
+    assert first.startswith(said) and bridge == "over Bridge's on their best layout, 8·2·1: 1.50"
+    assert tuning.gain == theirs / ours
+    staged = {"verl": layout_of(4, 1, 4, 130.0)}
+    layouts = (layout_of(16, 1, 1, ours), layout_of(4, 1, 4, 104.0))
+    *_, last = gain_of(msgspec.structs.replace(tuning, layouts=layouts, rivals_with_stages=staged), names)
+    assert last.endswith("on 4·1·4, for a model or a batch that needs them: 1.25 (104.0 and 130.0 ms)")
+    assert gain_of(msgspec.structs.replace(tuning, rivals={}), names) == []
+
+
+def test_many_layers_are_told_by_their_runs_within_the_width() -> None:
+    many = layout_of(2, 1, 16, 100.0, chunks=4, layers_per_stage=(*[1] * 48, *[2] * 16), expert_parallel=2)
+    assert layers_of(many) == "48×1, 16×2" and len(row_of(many)) <= 120
+    assert layers_of(layout_of(1, 1, 3, 1.0, layers_per_stage=(8, 8.5, 7.5))) == "8,8.5,7.5"
+    assert layers_of(layout_of(1, 1, 2, 1.0, layers_per_stage=(4, 4))) == "4 each"
+    ragged = layout_of(1, 1, 4, 100.0, chunks=16, layers_per_stage=(*range(1, 65),))
+    assert len(row_of(ragged)) == 120 and row_of(ragged).endswith("…")
+
+
+def test_reasons_are_grouped_and_near_misses_called_out() -> None:
+    def error(layout: TunedLayout, text: str) -> TunedLayout:
+        return msgspec.structs.replace(layout, error=text)
+
+    memory = "stage {} needs {} MB for parameters, gradients and optimizer state, of 72000 MB"
+    said = unusable(
+        [
+            error(layout_of(8, 1, 8), memory.format(0, 72054)),
+            error(layout_of(16, 1, 4), memory.format(3, 90000)),
+            error(layout_of(1, 16, 4), "tensor parallelism of 16 does not divide a node's 8 devices"),
+            error(layout_of(4, 16, 1), "tensor parallelism of 16 does not divide a node's 8 devices"),
+        ]
+    )
+    why = "parameters, gradients and optimizer state"
+    assert said == [
+        f"8·1·8 lacks 54 MB (0.1%): stage 0 needs 72054 MB for {why}",
+        f"cannot be used: 8·1·8, 16·1·4: a stage needs more than 72000 MB for {why}",
+        "cannot be used: 1·16·4, 4·16·1: tensor parallelism of 16 does not divide a node's 8 devices",
+    ]
+
+
+def test_the_gain_is_what_compare_says_of_both_layouts(tmp_path, batches_file, capsys) -> None:
+    """Beside what comes after the passes: with the layers that were found."""
+    sizes = "--model gpt --layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --device-memory-mb 900"
+    common = ["--batches", str(batches_file), *ANALYTIC[:2], *sizes.split(), "--limit", "1", "--json"]
+    assert main(["tune", *common, "--devices", "4", "--workers", "1", "--top", "1", "--chunks", "1"]) == 0
+    tuned = report(capsys)
+    name = min(tuned["rivals"], key=lambda rival: tuned["rivals"][rival]["predicted_ms"])
+    for layout, method in ((tuned["layouts"][0], "dynapipe"), (tuned["rivals"][name], name)):
+        words = ["--cluster", "h100_80gb", "--virtual-stages", str(layout["chunks"])]
+        for size in ("data", "tensor", "pipeline"):
+            words += [f"--{size}-parallel", str(layout[f"{size}_parallel"])]
+        words += ["--layers-per-stage", ",".join(map(str, layout["layers_per_stage"]))]
+        words += ["--distributed-optimizer"] * layout["distributed_optimizer"]
+        assert main(["compare", *common, *words]) == 0
+        ms = report(capsys)["batches"][0]["methods"][method]["ms"]
+        passes = layout["predicted_ms"] - layout["reduction_ms"] - layout["optimizer_ms"]
+        assert ms == pytest.approx(passes, rel=0.001), method
 
 
 def test_what_passes_hide_and_layouts_that_are_not_told_apart() -> None:

@@ -1,5 +1,7 @@
 """Packed rows as a choice of the planner."""
 
+import gzip
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -15,15 +17,17 @@ from megatron_dynapipe.core.problem import BatchProblem
 from megatron_dynapipe.core.search import search
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from megatron_dynapipe.costing import CostTables
+from megatron_dynapipe.costing import CostTables, TableCostModel
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import digest
 from megatron_dynapipe.ways.rules import verify
 from tests.core.packed_oracle import best_makespan_ns
 from tests.core.partition_oracle import batch_problems
-from tests.core.planner_cases import batch, cost_model
+from tests.core.planner_cases import batch, cost_model, of_lengths
 from tests.core.planner_cases import settings as settings_of
+from tests.helpers.benchmark_data import BENCHMARKS
 from tests.helpers.examples import examples
+from tests.helpers.settings import settings_in_layers
 
 GPT, T5 = ModelFamily.GPT, ModelFamily.T5
 PADDED, PACKED = (BatchLayout.PADDED,), (BatchLayout.PACKED,)
@@ -97,3 +101,29 @@ def test_small_batches_against_everything_there_is(problem: BatchProblem, seed: 
     costs, _ = problem.costs_of(replica.members, replica.batch_layouts, replica.modes)
     makespan = simulate(costs, replica.order).makespan_ns
     assert makespan <= best * 1.1 + 1
+
+
+@pytest.mark.slow
+def test_samples_of_large_batches_take_no_longer_than_those_of_small_ones() -> None:
+    """100,000 took 1.25 times as long each: all rows to begin with were longer than memory holds as they are."""
+    recorded = json.loads(gzip.decompress((BENCHMARKS / "data/batches/flan_like.json.gz").read_bytes()))["batches"]
+    lengths = [n for each in recorded if each["id"].startswith("gpt-s2048-t1048576") for n in each["input"]]
+    made = planner_of(
+        settings_in_layers(
+            GPT,
+            encoder_layers=32,
+            hidden_size=4096,
+            pipeline_parallel=8,
+            layers_per_stage=(4.5, 4.5, 4.5, 4.5, 4.5, 4, 4, 1.5),
+            memory_limit_bytes=72 * 10**9,
+            distributed_optimizer=True,
+            micro_batch_layouts=PACKED,
+        ),
+        TableCostModel.load(BENCHMARKS / "data/h100/gpt_7b.json.gz"),
+    )
+
+    def of_each(samples: int) -> float:
+        chosen = np.random.default_rng(0).choice(lengths, samples)
+        return made.plan(of_lengths(chosen), 0).totals.predicted_ns / int(chosen.sum())
+
+    assert of_each(100_000) <= 1.01 * of_each(30_000)

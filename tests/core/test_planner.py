@@ -21,7 +21,7 @@ from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.store.codec import decode_plan, digest, encode
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.ways.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.ways.rules import verify
 from tests.core.planner_cases import batch, batch_of, cost_model, of_lengths, planner, settings
 from tests.core.simulate_oracle import simulate_in_python

@@ -43,3 +43,21 @@ def configuration(family: str) -> Any:
 
     name, changes = CONFIGURATIONS[family]
     return getattr(transformers, name)(**SMALL | changes)
+
+
+_PLAIN = {
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_overlap": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_enable_expert_bias": False,
+    "mtp_num_layers": None,
+    "make_vocab_size_divisible_by": 128,
+}
+
+
+def with_plain_experts(provider: Any) -> dict[str, Any]:
+    """Attributes of a model whose experts run by kernels that are rehearsed, without terms; none of one without."""
+    return _PLAIN if getattr(provider, "num_moe_experts", None) else {}

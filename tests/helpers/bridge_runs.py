@@ -36,7 +36,7 @@ from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
-from tests.helpers.bridge_families import configuration
+from tests.helpers.bridge_families import configuration, with_plain_experts
 from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
@@ -57,20 +57,6 @@ def make_model(folder: Path, family: str) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(configuration(family), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
-
-
-_OF_EXPERTS = {
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_shared_expert_overlap": False,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_load_balancing_type": "none",
-    "moe_router_enable_expert_bias": False,
-    "mtp_num_layers": None,
-    "make_vocab_size_divisible_by": 128,
-}
-"""Of a model's experts: kernels that are rehearsed, and no terms."""
 
 
 def recipe(
@@ -116,9 +102,7 @@ def recipe(
     provider.seq_length = config.dataset.seq_length = LENGTH
     _lay_out(provider, pipeline, virtual, tensor)
     _compute_in(provider, torch.bfloat16 if half else torch.float32)
-    provider.calculate_per_token_loss = True
-    of_experts = _OF_EXPERTS if getattr(provider, "num_moe_experts", None) else {}
-    for name, value in (of_experts | (of_model or {})).items():
+    for name, value in (with_plain_experts(provider) | (of_model or {})).items():
         setattr(provider, name, value)
     config.ddp.average_in_collective = False
     config.mixed_precision = "bf16_mixed" if half else None
@@ -184,6 +168,7 @@ def _hybrid(pattern: str) -> HybridModelProvider:
 def _compute_in(provider: Any, dtype: torch.dtype) -> None:
     """Of one type, by kernels that are rehearsed, without dropout."""
     provider.pipeline_dtype = provider.params_dtype = dtype
+    provider.calculate_per_token_loss = True
     provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
     provider.attention_dropout = provider.hidden_dropout = 0.0
     for fused in ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
@@ -313,7 +298,7 @@ def train(
         return kept.kept()
     report = dataset if own is not None else f"{dataset}-report"
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
-    given["layers"] = layers if layers in layer_choice.LAYERS else layer_choice.AUTO
+    given |= {"layers": layers if layers in layer_choice.LAYERS else layer_choice.AUTO}
     with (
         chosen(layers),
         fault(broken),

@@ -30,6 +30,9 @@ class FakeSource:
         self.planned.append((split, iteration))
         return [(0, stage, bytes(10)) for stage in range(2)]
 
+    def over_rows(self) -> str:
+        return ""
+
 
 @pytest.fixture
 def source() -> FakeSource:

@@ -9,7 +9,7 @@ from megatron_dynapipe import plan_batch
 from megatron_dynapipe.core.errors import ConfigError, CostModelError, PlanningError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.ways.rivals.settings import PartitionAlgorithm, PartitionSettings
 
 SHAPE = {"hidden": 256, "heads": 8, "kv_channels": 32, "ffn": 1024, "vocabulary": 1000}
 LENGTHS = [int(n) for n in np.random.default_rng(0).lognormal(4.5, 1, 61).clip(8, 1000)]

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.planning.dp_balanced import dp_balanced
 from benchmarks.planning.dynamic_cp import dynamic_cp
 from megatron_dynapipe.core.errors import PlanningError
-from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, Rows
+from megatron_dynapipe.ways.rivals.rules import RIVALS, Room, Rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CASES = 3000

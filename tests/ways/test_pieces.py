@@ -144,7 +144,7 @@ def test_the_core_charges_pieces_by_the_rules_of_cost_pieces() -> None:
             own = found.problem.input_positions[row]
             layer = packed_costs(tables, own, np.zeros_like(own))
             assert layer is not None and found.problem.piece_costs is not None
-            layer[:2] += found.problem.piece_costs[number, row].sum(axis=0)
+            layer += found.problem.piece_costs[number, row].sum(axis=0)
             forward, _, stored, *_ = layer[:2].sum(axis=0)
             peak = layer[0, Quantity.PEAK]
             assert costs.forward_ns[at, 0] == pytest.approx(15 * forward + forward * 2 / 3, abs=32)

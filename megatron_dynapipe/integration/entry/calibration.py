@@ -7,14 +7,16 @@ the machine was busy with other work is the run's own, in its folder of records,
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,6 +41,8 @@ START_S = 120.0
 """Beyond the seconds that were asked for, what a profile may take to start and to end."""
 _MOST_PROCESSES = 8
 _DAY_S = 86_400.0
+_SAY_S = 20.0
+"""Between lines that say that layers are still being measured."""
 COST_FILE = "cost-model.json"
 """In the folder of records: the costs that were measured for the run."""
 
@@ -95,7 +99,10 @@ def measured(
     def measure() -> str:
         if kept.exists():
             return _kept(kept, twice=f"{option}{2 * seconds:g}")
-        say(f"measuring the model's layers for {seconds:.0f} s (kept for later runs; {option}0: not)")
+        say(
+            f"measuring the model's layers for {seconds:.0f} s and some more, at most {seconds + START_S:.0f} s"
+            f" (kept for later runs; {option}0: not)"
+        )
         more = ["--recompute", modes, "--tensor-parallel", str(tensor_parallel), *words]
         path = _profile(more, kept, own, processes=processes, seconds=seconds)
         return "" if path is None else f"{_digest(path)} {'kept' if path == kept else 'own'}"
@@ -161,7 +168,8 @@ def _profile(words: Sequence[str], path: Path, own: Path, *, processes: int, sec
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(processes), "-m", "megatron_dynapipe", "profile"]
         command += ["--output", str(output), "--budget-minutes", f"{seconds / 60:.3f}", *words]
-        failure = _run(command, deadline_s=seconds + START_S)
+        with still_at_it("measuring the model's layers", every_s=_SAY_S):
+            failure = _run(command, deadline_s=seconds + START_S)
         if failure is None and output.exists():
             busy = noise(TableCostModel.load(output).file)
             took = f"costs measured in {time.monotonic() - started:.0f} s"
@@ -175,6 +183,23 @@ def _profile(words: Sequence[str], path: Path, own: Path, *, processes: int, sec
             return path
     warn(f"the model's layers could not be measured, costs are computed: {failure or 'no file'}")
     return None
+
+
+@contextlib.contextmanager
+def still_at_it(doing: str, *, every_s: float) -> Iterator[None]:
+    """Say every so many seconds that something still goes on, and for how long by now."""
+    began = time.monotonic()
+    ended = threading.Event()
+
+    def wait() -> None:
+        while not ended.wait(every_s):
+            say(f"{doing}: {time.monotonic() - began:.0f} s so far")
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _run(command: Sequence[str], *, deadline_s: float) -> str | None:

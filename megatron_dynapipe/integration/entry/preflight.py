@@ -60,8 +60,13 @@ def check_run(run: RunConfig) -> None:
     notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
     if not run.family.is_encoder_decoder and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
-            "loss: of what the model will have to write alone: targets, and what assistants say"
+            "the loss counts what the model will have to write: targets, and what assistants say"
             f" (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
+        )
+    if run.model.dropout:
+        notes.append(
+            "dropout is on, as Megatron has it unless --hidden-dropout and --attention-dropout say 0: losses depend on"
+            " the layout, and are others after a resume in another one"
         )
     _say(notes)
     if note := check_resumed(run.checkpoints, record_of(run, inputs)):

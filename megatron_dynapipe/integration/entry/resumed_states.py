@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_dynapipe.integration.flags.run_config import CheckpointConfig
 
 _DISTRIBUTED = "planner.distributed_optimizer"
-_WITHOUT = "--no-load-optim goes on without the states, which begin anew"
+_WITHOUT = "--no-load-optim resumes the weights alone: the optimizer starts with empty states"
 
 
 def check_states(
@@ -36,8 +36,8 @@ def _check_optimizer(folder: Path, saved: "ResumeRecord", record: "ResumeRecord"
     if was_distributed is not None and was_distributed != record.settings.get(_DISTRIBUTED):
         was = was_distributed == "true"
         raise ConfigError(
-            f"expected {'' if was else 'no '}--use-distributed-optimizer, as in the run that saved {folder}: its states"
-            " are not stored in a form that the other optimizer reads",
+            f"expected {'' if was else 'no '}--use-distributed-optimizer, as in the run that saved {folder}: one"
+            " optimizer cannot read the states that the other has saved",
             hint=f"{'add' if was else 'leave out'} --use-distributed-optimizer; {_WITHOUT}",
         )
     for what, before, now in (

@@ -79,6 +79,11 @@ class RunLog:
                 first_iteration=inputs.splits[0].first_iteration,
                 computed_costs=self._is_computed,
                 samples=read_meta(host.sources.data).samples,
+                evaluated={
+                    split.name: split.evaluation * split.sampler.samples_per_iteration
+                    for split in inputs.splits
+                    if split.evaluation is not None and split.sampler.tokens_per_iteration is None
+                },
                 about=dict(about),
             ),
             control.collect,

@@ -27,7 +27,7 @@ class PredictionWatch:
         self._has_said = True
         return (
             f"the last {_ITERATIONS} iterations took {median(self._ratios):.2f} times as long as predicted"
-            " (median): plans are made for costs that are not this machine's\nhint: measure them anew with"
+            " (median): the costs that plans are made with do not fit this machine\nhint: measure them again with"
             f" `megatron-dynapipe profile --model {family} --output costs.json -- FLAGS`, FLAGS being this run's, and"
             " go on with --dynapipe-cost-model costs.json"
         )

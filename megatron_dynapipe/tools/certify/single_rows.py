@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, round_up
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.spans import LossOn, sequence
 from megatron_dynapipe.service.planned_splits import split_sampler
@@ -39,7 +38,7 @@ def single_rows(data: Path, split: SplitSettings) -> Iterator[Row]:
 
 
 def _row(tokens: Any, counts: Any) -> Row:
-    length = round_up(max(len(tokens) - 1, 1), LENGTH_MULTIPLE)
+    length = max(len(tokens) - 1, 1)
     made = {name: torch.zeros(1, length, dtype=torch.int64) for name in ("tokens", "labels")}
     mask = torch.zeros(1, length)
     for row, values in ((made["tokens"], tokens[:-1]), (made["labels"], tokens[1:]), (mask, counts[1:])):

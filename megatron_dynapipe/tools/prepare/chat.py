@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from megatron_dynapipe.tools.mixture.messages import (
     CONTENT,
     KNOWN,
+    ROLE_OF_MODEL,
     ROLES,
     THOUGHTS,
     Conversation,
@@ -211,11 +212,17 @@ class ChatTemplate:
         return best[1:]
 
     def _misses(self, conversation: Conversation, text: str) -> int:
-        """How much of it but contents is not written, or is written twice; earlier thoughts may be dropped."""
+        """How much of it but contents is not written, or is written twice."""
         messages = conversation.messages
         plain = self._reading.plain(text)
-        closed = sum(max(int(message["role"] == "assistant"), text_of(message).count(_CLOSES)) for message in messages)
-        lost = [key for message in messages for key in self._reading.lost(message, plain, kept=message is messages[-1])]
+        closed = sum(
+            max(int(message["role"] == ROLE_OF_MODEL), text_of(message).count(_CLOSES)) for message in messages
+        )
+        lost = [
+            key
+            for at, message in enumerate(messages)
+            for key in self._reading.lost(message, plain, kept=at in conversation.answers)
+        ]
         return len(lost) - lost.count(CONTENT) + max(text.count(_CLOSES) - closed, 0)
 
     def _unwritten(self, conversation: Conversation, text: str) -> list[int]:
@@ -312,10 +319,14 @@ class ChatTemplate:
 
 
 def _without_newlines(message: Message) -> Message:
+    """A message whose content, if it is an answer's, does not begin with newlines."""
     content = message.get(CONTENT)
-    if message["role"] != "assistant" or not isinstance(content, str):
+    if not content or message["role"] != ROLE_OF_MODEL:
         return message
-    return message | {CONTENT: content.lstrip("\n")}
+    if isinstance(content, str):
+        return message | {CONTENT: content.lstrip("\n")}
+    first = content[0] | {"text": content[0]["text"].lstrip("\n")}
+    return message | {CONTENT: [first, *content[1:]]}
 
 
 def _common(first: str, second: str) -> int:

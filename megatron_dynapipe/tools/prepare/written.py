@@ -14,7 +14,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dynapipe.tools.mixture.messages import CONTENT, THOUGHTS, Message, text_of, texts_of, thought_of
+from megatron_dynapipe.tools.mixture.messages import (
+    CONTENT,
+    ROLE_OF_MODEL,
+    THOUGHTS,
+    Message,
+    text_of,
+    texts_of,
+    thought_of,
+)
 
 CALLS = "tool_calls"
 _TEXTS = 64
@@ -80,11 +88,11 @@ class Reading:
 
     def _content_end(self, message: Message, plain: str, at: int) -> int | None:
         """Where a message's content ends in a text; None where it does not stand there."""
-        is_structure = isinstance(message.get("content"), list) and _STRUCTURE.search(plain)
+        is_structure = isinstance(message.get(CONTENT), list) and _STRUCTURE.search(plain)
         for text in texts_of(message):
             for piece in map(self.plain, _TAGS.split(text)):
                 found = plain.find(piece, at)
-                if found < 0 and message["role"] != "assistant":  # results of tools may be written as JSON
+                if found < 0 and message["role"] != ROLE_OF_MODEL:  # results of tools may be written as JSON
                     piece = self.plain(json.dumps(text, ensure_ascii=False)[1:-1])
                     found = plain.find(piece, at)
                 if found < 0 or (is_structure and not _STRUCTURE.search(self.plain(text))):
@@ -110,8 +118,9 @@ class Reading:
         if arguments is None:
             return True
         if isinstance(arguments, str):
-            twice = self.plain(json.dumps(arguments, ensure_ascii=False))
-            return self.plain(arguments) in plain and twice not in plain
+            is_json = arguments.lstrip().startswith(("{", "["))
+            is_twice = is_json and self.plain(json.dumps(arguments, ensure_ascii=False)) in plain
+            return self.plain(arguments) in plain and not is_twice
         if any(self.plain(json.dumps(arguments, ensure_ascii=ascii_)) in plain for ascii_ in (False, True)):
             return True
         is_python = bool(arguments) and self.plain(repr(arguments)) in plain
@@ -122,12 +131,12 @@ def with_marks(messages: Sequence[Message]) -> list[Message]:
     """Messages whose contents are marks; empty ones stay empty."""
     marked = []
     for at, message in enumerate(messages):
-        content: Any = message.get("content")
+        content: Any = message.get(CONTENT)
         if isinstance(content, list):
             content = [part | {"text": _MARK.format(at)} for part in content]
         elif content and content.strip():
             content = _MARK.format(at)
-        marked.append(message if content is None else message | {"content": content})
+        marked.append(message if content is None else message | {CONTENT: content})
     return marked
 
 

@@ -154,6 +154,9 @@ def _evaluation(run: Run, split: str, losses: Mapping[str, Mapping[int, float]])
         lines = [_line(name, list(values), list(values.values())) for name, values in shown.items()]
     ranked = sorted(tasks.items(), key=lambda task: -task[1][max(task[1])])
     note = "Mean over tokens. Samples are the split's, tokens those that count; a click on a column's head sorts by it."
+    if run.run is not None and (ran := run.run.evaluated.get(split)):
+        there = sum(run.run.samples.get(split, {}).values())
+        note = f"An evaluation runs {ran:,} samples of the split's {there:,}, whose tokens count. {note}"
     columns = sorted({times[0], times[-1]})
     samples: dict[str, int] = {}
     if run.run is not None:

@@ -2,7 +2,7 @@
 
     dynapipe            the planner: padded or packed micro-batches, as the settings allow
     packed_rows         rows of the maximum length, attention kept apart, filled first fit decreasing
-    verl, slime         rows as these trainers pack them (`tools.rivals.rules`)
+    verl, slime         rows as these trainers pack them (`ways.rivals.rules`)
     bridge              rows of 8,192 positions, first fit decreasing, as Megatron-Bridge packs a dataset beforehand
     token_based         sorted, a fixed number of padded positions to a micro-batch
     uniform             sorted, a fixed number of samples to a micro-batch
@@ -24,7 +24,6 @@ from megatron_dynapipe.choosing.limits import limits
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.memory import peak_bytes
-from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, idle_share
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import (
@@ -37,19 +36,14 @@ from megatron_dynapipe.core.units import (
 )
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.tools.rivals.packed import pack
-from megatron_dynapipe.tools.rivals.rules import RIVALS
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.ways.rivals.packed import pack
+from megatron_dynapipe.ways.rivals.rules import RIVALS
+from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
 
 BRIDGE = "bridge"
 BRIDGE_ROW = 8192
 TRAINERS = ("packed_rows", *RIVALS, BRIDGE)
-NAMES = {
-    "packed_rows": "rows of the longest sample's length",
-    "verl": "rows packed as verl does",
-    "slime": "rows packed as slime does",
-    BRIDGE: "rows packed as Megatron-Bridge does",
-}
+NAMES = {**TITLES, BRIDGE: "rows packed as Megatron-Bridge does"}
 """Of trainers' rows, for people."""
 METHODS = ("dynapipe", *TRAINERS, "token_based", "uniform", "packing", "padding")
 
@@ -167,12 +161,7 @@ def method_settings(method: str, longest: Longest, settings: PlannerSettings) ->
             partition = replace(partition, micro_batch_size=1)
         else:
             partition = _with_longest(PartitionAlgorithm(method), longest)
-        return replace(
-            settings,
-            micro_batch_layouts=(BatchLayout.PACKED,),
-            partition=partition,
-            schedule=ScheduleSettings(method="1f1b"),
-        )
+        return in_rows(settings, partition)
     algorithm = PartitionAlgorithm.UNIFORM if method == "packing" else PartitionAlgorithm(method)
     partition = _with_longest(algorithm, longest) if method == "padding" else PartitionSettings(algorithm=algorithm)
     return replace(settings, micro_batch_layouts=(BatchLayout.PADDED,), partition=partition)

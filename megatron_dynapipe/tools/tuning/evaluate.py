@@ -47,7 +47,7 @@ from megatron_dynapipe.tools.tuning.overlap import (
 
 PLAN_DEADLINE_S = 600.0
 """Within which one of the plans under way must be done."""
-TRIALS = 8
+TRIALS = 6
 """Splits planned at most where one is improved, in each of its steps."""
 
 
@@ -108,10 +108,13 @@ class Evaluator:
             edges=edge_passes(plan),
         )
 
-    def improved(self, settings: PlannerSettings, halves: bool) -> Improved:
-        """The layers of as many virtual stages split as training does, and the plans of all batches."""
+    def improved(self, settings: PlannerSettings, chunks: Sequence[int], halves: bool) -> Improved:
+        """The layers, over these numbers of virtual stages, split as training does, and the plans of all batches."""
+        more = [count for count in chunks if count != settings.chunks]
         try:
-            split = choose_layer_split(settings, self._cost_model, self._batches, halves=halves, trials=TRIALS)
+            split = choose_layer_split(
+                settings, self._cost_model, self._batches, halves=halves, chunks=more, trials=TRIALS
+            )
         except DynaPipeError as error:
             return settings.layout.layers_per_stage, [Outcome(error=error.message)]
         chosen = settings.with_layers_per_stage(split)
@@ -133,9 +136,9 @@ def _evaluate(settings: PlannerSettings, batch: int) -> Outcome:
     return _evaluator(settings, batch)
 
 
-def _improve(settings: PlannerSettings, halves: bool) -> Improved:
+def _improve(settings: PlannerSettings, chunks: Sequence[int], halves: bool) -> Improved:
     assert _evaluator is not None
-    return _evaluator.improved(settings, halves)
+    return _evaluator.improved(settings, chunks, halves)
 
 
 class Workers:
@@ -145,7 +148,7 @@ class Workers:
         evaluator = Evaluator(cost_model, batches)
         self._executor: Executor = ThreadPoolExecutor(1)
         self._evaluate: Callable[[PlannerSettings, int], Outcome] = evaluator
-        self._improve: Callable[[PlannerSettings, bool], Improved] = evaluator.improved
+        self._improve: Callable[[PlannerSettings, Sequence[int], bool], Improved] = evaluator.improved
         if workers > 1:
             context = get_context("spawn")
             self._executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(evaluator,))
@@ -174,9 +177,9 @@ class Workers:
         """Plan a batch for a candidate."""
         self._futures[self._executor.submit(self._evaluate, settings, batch)] = (candidate, batch)
 
-    def improved(self, several: Sequence[PlannerSettings], *, halves: bool) -> list[Improved]:
+    def improved(self, several: Sequence[PlannerSettings], chunks: Sequence[int], *, halves: bool) -> list[Improved]:
         """`Evaluator.improved` of each."""
-        futures = [self._executor.submit(self._improve, settings, halves) for settings in several]
+        futures = [self._executor.submit(self._improve, settings, chunks, halves) for settings in several]
         return [future.result(PLAN_DEADLINE_S) for future in futures]
 
     def next(self) -> tuple[int, int, Outcome]:

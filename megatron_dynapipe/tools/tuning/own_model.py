@@ -51,7 +51,7 @@ def tune_segments(
         segment_settings, costs, memory_limit_bytes=memory_limit_bytes, network=network, schedule=schedule
     )
     evaluated = [
-        _divided(settings_of, costs, stages, devices // stages, batches)
+        _planned(settings_of, costs, stages, devices // stages, batches)
         for stages in range(1, devices + 1)
         if devices % stages == 0
     ]
@@ -65,7 +65,7 @@ def tune_segments(
     return msgspec.structs.replace(tuning, layouts=tuple(layouts))
 
 
-def _divided(
+def _planned(
     settings_of: Callable[..., PlannerSettings],
     costs: SegmentCosts,
     stages: int,

@@ -34,7 +34,7 @@ from megatron_dynapipe.tools.tuning.space import Space, SplitMethod, Status, Tun
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
 
-NEAR, IMPROVED = 0.05, 2
+NEAR, IMPROVED = 0.08, 2
 """So many layouts with stages, within this share of the best, have their layers split as training would."""
 
 
@@ -83,7 +83,7 @@ def tune(
         with Workers(cost_model, batches, workers) as evaluating:
             search.run(evaluating)
             if SplitMethod.EVEN in space.splits:
-                _improve_splits(evaluations, evaluating)
+                _improve_splits(evaluations, space, evaluating)
             if rivals:
                 others = _Rivals(rivals, space, cost_model, batches, rates)
                 of_rivals = others.best(evaluating)
@@ -95,33 +95,37 @@ def tune(
     evaluations.sort(key=rank)
     tuning = tuning_of(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
     tuning = msgspec.structs.replace(tuning, rivals=of_rivals, rivals_with_stages=with_stages)
+    return _with_causes(tuning, cost_model, batches[0])
+
+
+def _with_causes(tuning: Tuning, cost_model: CostModel, batch: GlobalBatch) -> Tuning:
+    """The tuning, whose best layout says where its plan's time goes."""
     best, *behind = tuning.layouts
     if best.predicted_ms is None:
         return tuning
     planner = planner_of(tuning.settings[0], cost_model)
-    plan = planner.plan(batches[0], 0)
-    causes = limits(planner, batches[0], plan).causes(plan.totals.predicted_ns)
+    plan = planner.plan(batch, 0)
+    causes = limits(planner, batch, plan).causes(plan.totals.predicted_ns)
     return msgspec.structs.replace(tuning, layouts=(msgspec.structs.replace(best, of_limits=causes), *behind))
 
 
-def _improve_splits(evaluations: Sequence[Evaluation], workers: Workers) -> None:
+def _improve_splits(evaluations: Sequence[Evaluation], space: Space, workers: Workers) -> None:
     """Split the layers of the few best layouts as training would, where that is faster."""
     known = sorted((one for one in evaluations if one.status is Status.PLANNED), key=rank)
-    best = [one for one in known if one.bound_ns <= known[0].bound_ns * (1 + NEAR)]
-    staged: dict[tuple[Any, ...], Evaluation] = {}
-    for one in best:  # of equal sizes the fastest
-        sizes = one.candidate.sizes
-        if sizes["pipeline_parallel"] > 1:
+    staged: dict[tuple[int, ...], Evaluation] = {}
+    for one in known:  # of the same sizes the fastest
+        if one.candidate.pipeline_parallel > 1 and one.bound_ns <= known[0].bound_ns * (1 + NEAR):
+            sizes = one.candidate.sizes | {"chunks": 1}
             staged.setdefault((*sizes.values(),), one)
     chosen = [*staged.values()][:IMPROVED]
-    halves = all(one.candidate.halves for one in chosen)
-    found = workers.improved([one.settings for one in chosen], halves=halves)
+    found = workers.improved([one.settings for one in chosen], space.chunks, halves=space.halves)
     for one, (split, outcomes) in zip(chosen, found, strict=True):
         improved = copy.copy(one)
-        improved.outcomes = list(outcomes)
+        improved.outcomes = outcomes
         if all(outcome.error is None for outcome in outcomes) and improved.planned_ns < one.planned_ns:
             one.settings = one.settings.with_layers_per_stage(split)
-            one.outcomes = improved.outcomes
+            one.candidate = msgspec.structs.replace(one.candidate, chunks=one.settings.chunks)
+            one.outcomes = outcomes
 
 
 class _Rivals:

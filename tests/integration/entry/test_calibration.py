@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.costing.format import encode_file
+from megatron_dynapipe.integration.entry import calibration
 from tests.costing.models import gpt_file
 from tests.helpers import entry_scripts
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
+from tests.helpers.waiting import until
 
 
 def run_of(hidden: int, report: str = "report") -> Any:
@@ -114,3 +117,15 @@ def test_a_run_measures_its_layers_first(tmp_path):
         said += run_ranks(trained, 1, {"cache": str(tmp_path / "cache"), "argv": argv}, deadline_s=300)
         assert (tmp_path / run / "cost-model.json").exists()
     assert ["costs measured in" in output for output in said] == [True, False]
+
+
+def test_a_long_measurement_says_that_it_goes_on(monkeypatch) -> None:
+    """At the start, seconds were promised; on a busy machine they are minutes."""
+    said: list[str] = []
+    monkeypatch.setattr(calibration, "say", said.append)
+    with calibration.still_at_it("measuring", every_s=0.02):
+        until(lambda: len(said) > 1)
+    count = len(said)
+    time.sleep(0.1)
+    assert said[0] == "measuring: 0 s so far"
+    assert len(said) <= count + 1, "it ends with what it waits for"

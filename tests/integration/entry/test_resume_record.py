@@ -134,11 +134,11 @@ def test_other_settings_are_named_in_one_line(checkpoints: Path) -> None:
             "expected --use-distributed-optimizer, as in the run that saved",
             "add --use-distributed-optimizer; --no-load-optim",
         ),
-        ({"optimizer": "sgd"}, "holds, adam, got sgd", "--no-load-optim goes on without the states"),
+        ({"optimizer": "sgd"}, "holds, adam, got sgd", "--no-load-optim resumes the weights alone"),
         (
             {"settings": RECORD.settings | {"planner.distributed_optimizer": "true", "bf16": "True", "fp16": "False"}},
             "holds, in fp32, got of half precision",
-            "--no-load-optim goes on without the states",
+            "--no-load-optim resumes the weights alone",
         ),
         ({"schedule": {"learning rate": "0.1"}}, "learning rate, 0.001, got 0.1", "--override-opt-param-scheduler"),
     ],

@@ -15,8 +15,8 @@ from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.problem import BatchProblem
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
 from megatron_dynapipe.store.codec import digest
-from megatron_dynapipe.tools.rivals.packed import pack
-from megatron_dynapipe.tools.rivals.settings import PartitionAlgorithm, PartitionSettings
+from megatron_dynapipe.ways.rivals.packed import pack
+from megatron_dynapipe.ways.rivals.settings import PartitionAlgorithm, PartitionSettings
 from megatron_dynapipe.ways.rules import verify
 from tests.core import planner_cases
 from tests.helpers.examples import examples

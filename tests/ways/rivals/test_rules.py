@@ -14,7 +14,7 @@ from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.scheduling import schedule_batch
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.tools.rivals.methods import Longest, method_settings, predict
-from megatron_dynapipe.tools.rivals.rules import RIVALS, Room, differencing, row_sizes
+from megatron_dynapipe.ways.rivals.rules import RIVALS, Room, differencing, row_sizes
 from tests.core.planner_cases import batch_of
 from tests.tools.rivals.test_methods import model
 
@@ -51,7 +51,7 @@ def test_what_a_rule_does_not_serve_is_refused() -> None:
     assert rows("dp_balanced", [9, 9, 9], replicas=2) == rows("slime", [9, 9, 9], replicas=2) == []
     run, costs = model(ModelFamily.GPT)
     run = msgspec.structs.replace(run, data_parallel=2, chunks=2)
-    message = "slime cannot make a multiple of 4 micro-batches of 3 samples"
+    message = "the rule cannot make a multiple of 4 micro-batches of 3 samples"
     with pytest.raises(PlanningError, match=message):
         predict("slime", batch_of((9, 0), (9, 0), (9, 0)), Longest(8, 0), run, costs)
 

@@ -13,9 +13,9 @@ alone, are in `benchmarks/planning`.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 Rows = list[list[int]]
 
@@ -97,16 +97,8 @@ def _halves(row: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list
     return halves
 
 
-class Rule(Protocol):
-    """Samples' lengths and the room for them → rows."""
-
-    __name__: str
-
-    def __call__(self, lengths: Sequence[int], room: Room, /) -> Rows:
-        """Indices of each row's samples; no row where the rule does not serve these replicas."""
-        ...
-
-
+Rule = Callable[[Sequence[int], Room], Rows]
+"""Samples' lengths and the room for them → rows; none where the rule does not serve these replicas."""
 RIVALS: dict[str, Rule] = {"verl": verl, "slime": slime}
 """By the names under which `compare` knows them."""
 

@@ -5,7 +5,7 @@
     padding      every sample padded to the longest, as many to each micro-batch: training without packing
     packing      samples joined into rows of the longest length, as many rows to each: predicted only
     packed_rows  samples in packed rows of up to the longest length, first fit decreasing
-    verl, slime  samples in packed rows as these trainers make them, see `tools.rivals.rules`
+    verl, slime  samples in packed rows as these trainers make them, see `ways.rivals.rules`
 
 Each takes one recompute mode for all. Where the number is not given, several are offered and the fastest is taken.
 """
@@ -19,11 +19,13 @@ import numpy as np
 
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import OrderedPartitions
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
+from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, round_up
-from megatron_dynapipe.tools.rivals import packed, padded
-from megatron_dynapipe.tools.rivals.rules import RIVALS
+from megatron_dynapipe.ways.rivals import packed, padded
+from megatron_dynapipe.ways.rivals.rules import RIVALS
 
 SLIMES_PARTS = 8
 """slime's rows may be shorter than the longest sample: the first size is such a part of it."""
@@ -46,6 +48,14 @@ class PartitionAlgorithm(enum.StrEnum):
         """The layout of the micro-batches that it makes."""
         packed = self is PartitionAlgorithm.PACKED_ROWS or self in RIVALS
         return BatchLayout.PACKED if packed else BatchLayout.PADDED
+
+
+TITLES: dict[str, str] = {
+    "packed_rows": "rows of the longest sample's length",
+    "verl": "rows packed as verl does",
+    "slime": "rows packed as slime does",
+}
+"""Of today's rows, for people."""
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +127,18 @@ class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         parts = SLIMES_PARTS if self.algorithm is PartitionAlgorithm.SLIME else 1
         rule = RIVALS[self.algorithm]
         return packed.partitions(problem, packed.rows_of_rule(problem, rule, longest[0], hidden_size, parts=parts))
+
+
+def in_rows(settings: PlannerSettings, partition: PartitionSettings) -> PlannerSettings:
+    """A run's settings with packed rows of another trainer, as they are trained: 1F1B, interleaved, whole samples."""
+    return msgspec.structs.replace(
+        settings,
+        micro_batch_layouts=(BatchLayout.PACKED,),
+        partition=partition,
+        schedule=ScheduleSettings(method="1f1b"),
+        slices="off",
+        split_backward="off",
+    )
 
 
 def _padded(samples: Samples, input_length: int | None, target_length: int | None) -> Samples:

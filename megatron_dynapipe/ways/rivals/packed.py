@@ -14,7 +14,7 @@ from megatron_dynapipe.core.errors import ConfigError, PlanningError
 from megatron_dynapipe.core.partition import OrderedPartitions, Partition
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout
-from megatron_dynapipe.tools.rivals.rules import Room, Rule, row_sizes
+from megatron_dynapipe.ways.rivals.rules import Room, Rule, row_sizes
 
 _Rows = list[IntArray]
 
@@ -59,7 +59,7 @@ def rows_of_rule(
             last = rows
     if last is None:
         of = f"a multiple of {problem.replicas * group} micro-batches of {len(lengths)} samples"
-        raise PlanningError(f"{rule.__name__} cannot make {of}", hint="use larger global batches or fewer replicas")
+        raise PlanningError(f"the rule cannot make {of}", hint="use larger global batches or fewer replicas")
 
 
 def pack(inputs: IntArray, targets: IntArray, longest_input: int, longest_target: int) -> list[IntArray]:

@@ -1,0 +1,54 @@
+"""What plans gain on a run's own layout over packed rows as other trainers make them, of one batch."""
+
+from megatron_dynapipe.choosing.planners import planner_over
+from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout
+from megatron_dynapipe.sampling.global_batch import GlobalBatch
+from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
+
+NOTHING = 0.02
+"""Predictions do not tell smaller gains from none."""
+
+
+def over_rows(planner: Planner, batch: GlobalBatch) -> str:
+    """The plan of a batch and the fastest rows in a run's own stages, as a line of its log; empty if rows cannot run.
+
+    Raises:
+        PlanningError: the batch has no plan.
+    """
+    if BatchLayout.PACKED not in planner.settings.micro_batch_layouts:
+        return ""
+    planned = planner.plan(batch, 0).totals.predicted_ns
+    found: dict[str, int] = {}
+    for name, title in TITLES.items():
+        settings = in_rows(planner.settings, PartitionSettings(algorithm=PartitionAlgorithm(name)))
+        theirs = planner_over(settings, planner.tables, costs_digest=planner.costs_digest)
+        try:
+            found[title] = theirs.plan(batch, 0).totals.predicted_ns
+        except PlanningError:
+            continue
+    if not found:
+        return ""
+    fastest = min(found, key=found.__getitem__)
+    both = f"{planned / NS_PER_MS:.1f} ms, {fastest} {found[fastest] / NS_PER_MS:.1f} ms"
+    return told(found[fastest] / planned, both, stages=planner.layout.stages)
+
+
+def told(gain: float, both: str, *, stages: int) -> str:
+    """The line, which begins with what is bad for plans and says what to do then.
+
+    Args:
+        gain: time of rows over that of the plan.
+        both: these times, in words.
+        stages: of the pipeline.
+    """
+    elsewhere = "`megatron-dynapipe tune` compares each on its own best layout"
+    if gain < 1 - NOTHING:
+        chosen = (
+            "plans choose layers and virtual stages with --dynapipe-layers-per-stage auto, in Megatron-Bridge with"
+            ' layers="auto"; '
+        ) * (stages > 1)
+        return f"plans are predicted to be slower than packed rows on this layout: {both}. {chosen}{elsewhere}"
+    how = "gain nothing over" if gain < 1 + NOTHING else f"be {gain:.2f} times as fast as"
+    return f"plans are predicted to {how} packed rows on this layout: {both}; {elsewhere}"
