@@ -64,18 +64,20 @@ def kept_config(config: Any) -> str:
 
 
 def layers_of_checkpoint(config: Any, file: str) -> LayerSplit | None:
-    """Layers of every virtual stage of a checkpoint: optimizer states load in no others. None for the recipe's own.
+    """Layers of every virtual stage of a checkpoint: optimizer states load in no others.
 
-    Every rank calls it.
+    Every rank calls it. None for the recipe's own, and for a checkpoint of other pipeline stages.
     """
     from megatron.bridge.training.utils.checkpoint_utils import read_run_config
 
     model = read_run_config(file)["model"]
     model = model.get("transformer", model)
+    split: LayerSplit | None = None
     if pattern_of(config):
-        return layer_split_of_pattern(next((model[name] for name in _PATTERNS if model.get(name)), ""))
-    layout = model.get("pipeline_model_parallel_layout")
-    return tuple(count / 2 for count in modules_of_text(layout)) if isinstance(layout, str) else None
+        split = layer_split_of_pattern(next((model[name] for name in _PATTERNS if model.get(name)), ""))
+    elif isinstance(layout := model.get("pipeline_model_parallel_layout"), str):
+        split = tuple(count / 2 for count in modules_of_text(layout))
+    return None if split is None or len(split) % of_model(config).pipeline_model_parallel_size else split
 
 
 def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
