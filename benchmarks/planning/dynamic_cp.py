@@ -1,6 +1,8 @@
 """Megatron-LM's `default_dynamic_cp`: context parallelism by length, over the data-parallel ranks (dev branch,
 `DefaultDynamicCPScheduler` and `next_hdp_group_packing_aware` of core/datasets/data_schedule*.py, commit d48bd6be).
 
+    python -m benchmarks.planning.dynamic_cp ARGUMENTS OF compare
+
     micro-batch 0    ranks 0–1: a sample of 1.6 rows     rank 2: two of 0.4    rank 3: one of 0.3
     micro-batch 1    ranks 0–3: what is left, each sample over all ranks, so that none is idle
 
@@ -11,6 +13,7 @@ the ring on which keys and values are exchanged, count nothing: the prediction f
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +21,8 @@ import numpy as np
 
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.batch_arguments import chosen_batches, longest_rows
-from megatron_dynapipe.cli.planning_arguments import costs_and_settings
+from megatron_dynapipe.cli.main import build_parser
+from megatron_dynapipe.cli.planning_arguments import complete_model, costs_and_rates, planner_settings
 from megatron_dynapipe.core.batch import Samples, round_up_all
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.core.orders import Schedule, ScheduleSettings, schedule
@@ -142,7 +146,9 @@ def _sizes(least: int, most: int) -> Iterator[int]:
 
 def milliseconds(args: argparse.Namespace) -> list[float | None]:
     """The predicted time of every batch of `compare`'s arguments, in the fastest pipeline; None where none fits."""
-    cost_model, settings = costs_and_settings(args)
+    complete_model(args)
+    cost_model, _ = costs_and_rates(args)
+    settings = planner_settings(args, cost_model, choose=False)
     batches = chosen_batches(args)
     found = []
     for batch in batches:
@@ -264,3 +270,15 @@ def _run(problem: BatchProblem, rows: list[list[IntArray]], mode: int) -> RowsRu
             return None
         shapes += [problem.shape(row, BatchLayout.PACKED) for row in replica_rows]
     return RowsRun(schedules=schedules, shapes=shapes)
+
+
+def main() -> None:
+    """Print the predicted time of every batch."""
+    args = build_parser("compare").parse_args(["compare", *sys.argv[1:]])
+    times = milliseconds(args)
+    for batch, ms in zip(chosen_batches(args), times, strict=True):
+        print(f"{batch.id}: {NAME} {'no plan' if ms is None else f'{ms:.1f} ms'}")
+
+
+if __name__ == "__main__":
+    main()

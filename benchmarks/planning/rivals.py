@@ -76,7 +76,7 @@ def _add_dynamic_cp(compared: dict[str, Any], setting: str, batches: list[dict[s
         path = Path(name) / "batches.json"
         write(path, batches)
         _, _, command, *words = arguments("compare", model, layout, path, device)
-        times = dynamic_cp.milliseconds(build_parser(command).parse_args([command, *words, "--virtual-stages", "1"]))
+        times = dynamic_cp.milliseconds(build_parser(command).parse_args([command, *words]))
     ratios = []
     for batch, ms in zip(compared["batches"], times, strict=True):
         batch["methods"][dynamic_cp.NAME] = {"ms": ms}

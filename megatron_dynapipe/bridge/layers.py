@@ -21,8 +21,8 @@ from megatron_dynapipe.costing.pattern import layer_split_of_pattern, megatron_l
 from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves, modules_of_text
 from megatron_dynapipe.integration.flags.layer_split import first_batches, layers_of_config
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.service.over_rows import over_rows
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.tools.rivals.methods import Longest, predict
 
 AUTO, RECIPE = "auto", "recipe"
 LAYERS = (AUTO, RECIPE)
@@ -64,18 +64,20 @@ def kept_config(config: Any) -> str:
 
 
 def layers_of_checkpoint(config: Any, file: str) -> LayerSplit | None:
-    """Layers of every virtual stage of a checkpoint: optimizer states load in no others. None for the recipe's own.
+    """Layers of every virtual stage of a checkpoint: optimizer states load in no others.
 
-    Every rank calls it.
+    Every rank calls it. None for the recipe's own, and for a checkpoint of other pipeline stages.
     """
     from megatron.bridge.training.utils.checkpoint_utils import read_run_config
 
     model = read_run_config(file)["model"]
     model = model.get("transformer", model)
+    split: LayerSplit | None = None
     if pattern_of(config):
-        return layer_split_of_pattern(next((model[name] for name in _PATTERNS if model.get(name)), ""))
-    layout = model.get("pipeline_model_parallel_layout")
-    return tuple(count / 2 for count in modules_of_text(layout)) if isinstance(layout, str) else None
+        split = layer_split_of_pattern(next((model[name] for name in _PATTERNS if model.get(name)), ""))
+    elif isinstance(layout := model.get("pipeline_model_parallel_layout"), str):
+        split = tuple(count / 2 for count in modules_of_text(layout))
+    return None if split is None or len(split) % of_model(config).pipeline_model_parallel_size else split
 
 
 def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
@@ -99,27 +101,13 @@ def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
     return chosen, f"layers per stage: {_said(chosen)}, predicted {gain:.2f} times as fast as the recipe's {_said(own)}"
 
 
-def compared(inputs: PlanInputs, length: int) -> str:
-    """How plans are predicted beside packed rows of the same samples on the same layers; empty if either has no plan.
-
-    Args:
-        inputs: what plans are made from.
-        length: positions of a packed row.
-    """
-    costs = inputs.costs.load()
+def over_packed_rows(inputs: PlanInputs) -> str:
+    """What plans gain over packed rows on the same layers by the first batch, in words; empty without either plan."""
     batches, _ = first_batches(Path(inputs.data_folder), inputs.splits[0].sampler)
-    planned = _predicted_ms(inputs.planner, costs, batches[:1])
     try:
-        rows = predict("packed_rows", batches[0], Longest(length, 0), inputs.planner, costs).ms
+        return over_rows(planner_of(inputs.planner, inputs.costs.load()), batches[0])
     except PlanningError:
         return ""
-    if planned is None:
-        return ""
-    slower = planned > rows
-    times = planned / rows if slower else rows / planned
-    remedy = '; planned(config, layers="auto") chooses others' if slower else ""
-    kind = "slow" if slower else "fast"
-    return f"plans are predicted {times:.2f} times as {kind} as packed rows without plans on the same layers{remedy}"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ NOTHING = 0.02
 
 
 def over_rows(planner: Planner, batch: GlobalBatch) -> str:
-    """The plan of a batch and the fastest rows in the run's own stages, as a line of its log; empty where rows cannot run.
+    """A batch's plan and the fastest rows in the run's own stages, as a line of its log; empty where rows cannot run.
 
     Raises:
         PlanningError: the batch has no plan.
@@ -45,7 +45,10 @@ def told(gain: float, both: str, *, stages: int) -> str:
     """
     elsewhere = "`megatron-dynapipe tune` compares each on its own best layout"
     if gain < 1 - NOTHING:
-        chosen = "--dynapipe-layers-per-stage auto chooses layers and virtual stages; " * (stages > 1)
+        chosen = (
+            "plans choose layers and virtual stages with --dynapipe-layers-per-stage auto, in Megatron-Bridge with"
+            ' layers="auto"; '
+        ) * (stages > 1)
         return f"plans are predicted to be slower than packed rows on this layout: {both}. {chosen}{elsewhere}"
     how = "gain nothing over" if gain < 1 + NOTHING else f"be {gain:.2f} times as fast as"
     return f"plans are predicted to {how} packed rows on this layout: {both}; {elsewhere}"

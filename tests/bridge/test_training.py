@@ -93,7 +93,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     files = {"model": str(folder / "llama"), "dataset": str(folder / "data")}
     refused = [jobs.Job(f"{RUNS}:refused", files, 1)]
-    products = [jobs.Job(f"{RUNS}:products", files | {"lora": str(folder / "saved")}, 1)]
+    products = [jobs.Job("tests.helpers.bridge_counted:products", files | {"lora": str(folder / "saved")}, 1)]
     results = jobs.run_all([*made, *todo, *refused, *products], folder, engine=True, deadline_s=3000, preloaded=RUNS)
     return dict(zip(["prepared", *rows, "refused", "products"], results, strict=True)) | {"folder": folder}
 

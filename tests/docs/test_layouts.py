@@ -19,7 +19,7 @@ RUN_BY = {
     ),
     "--dynapipe-attention megatron": (
         "integration/flags/test_command_line.py",
-        "--dynapipe-attention megatron --dynapipe-layout packed",
+        "--train-iters 2 --dynapipe-attention megatron",
     ),
     "--dynapipe-layers-per-stage 5,3": ("integration/entry/test_hybrid.py", "--dynapipe-layers-per-stage 3,2,1,2"),
     "--dynapipe-layers-per-stage 4.5,3.5": (

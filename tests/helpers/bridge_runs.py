@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
@@ -26,15 +25,13 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.utils import unwrap_model
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.bridge import certified as certify_worker
 from megatron_dynapipe.bridge import layers as layer_choice
 from megatron_dynapipe.bridge import planned
-from megatron_dynapipe.bridge.recipe import model_shape
+from megatron_dynapipe.bridge.run import PlannedRecipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
-from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.integration.hooks.originals import Originals
 from megatron_dynapipe.integration.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
@@ -257,40 +254,6 @@ def stock(config: Any, dataset: StockDataset) -> Iterator[None]:
         originals.revert()
 
 
-def products(*, rank: int, world_size: int, model: str, dataset: str, lora: str) -> dict[str, list[float]]:
-    """FLOPs of a forward and a backward pass with adapters on one stage: as PyTorch counts them, and as costs do."""
-    torch.cuda.set_device(rank)
-    config = recipe(Path(model), iterations=1, lora=lora)
-    counted: list[float] = []
-
-    class Counted(Callback):
-        """Counts at the end."""
-
-        def on_train_end(self, context: CallbackContext) -> None:
-            """Both passes of two samples."""
-            tokens = torch.arange(3, 3 + LENGTH).expand(2, LENGTH).cuda()
-            with FlopCounterMode(display=False) as counter:
-                losses = context.model[0](tokens, torch.arange(LENGTH)[None].cuda(), None, labels=tokens)
-                counted.append(counter.get_total_flops())
-                losses.sum().backward()
-                counted.append(counter.get_total_flops() - counted[0])
-
-    with stock(config, StockDataset(dataloader_type="external", folder=dataset)):
-        finetune(config=config, forward_step_func=forward_step, callbacks=[Counted()])
-    shape = model_shape(config, on_cpu=False)
-    work = LayerWork(shape=shape)
-    size = np.array(2.0)
-    length = np.array(float(LENGTH))
-    layer = work.encoder(size, length)
-    head = work.head(size, length)
-    forward = LAYERS * (layer.linear_flops + layer.core_flops) + head.linear_flops
-    frozen = LAYERS * layer.frozen_flops + head.frozen_flops
-    # The first layer's input comes from frozen embeddings, so that its first product has no gradient at all.
-    ((inputs, outputs, _),) = shape.sizes_of("linear_qkv")
-    first = 2 * 2 * LENGTH * inputs * outputs
-    return {"counted": counted, "computed": [float(forward), float(2 * forward - frozen - first)]}
-
-
 def train(
     *,
     rank: int,
@@ -344,20 +307,24 @@ def train(
     ):
         run.host._inputs_of = partial(forcing, run.host._inputs_of, forced or {})
         loop(config=config, forward_step_func=forward_step, callbacks=[kept])
-    assert run.latest is not None and run.inputs is not None
-    recorded = decode_records((Path(report) / f"rank-{rank}.jsonl").read_bytes(), origin=report)
-    counted = {
+    return kept.kept() | _counted(run, kept, Path(report) / f"rank-{rank}.jsonl") | {"seen": dict(seen)}
+
+
+def _counted(run: PlannedRecipe, kept: Kept, records: Path) -> dict[str, Any]:
+    """What a planned run says of its rows, its state and its records."""
+    assert run.latest is not None
+    assert run.inputs is not None
+    recorded = decode_records(records.read_bytes(), origin=str(records))
+    rows = run.latest.entry.micro_batches
+    return {
+        "packed": any(row.layout == "packed" for row in rows),
+        "micro_batches": len(rows),
         "state_bytes": run.inputs.planner.model_state_bytes,
         "adapter": _adapter(run.inputs.costs),
         "weight_bytes": sum(weight.nbytes for weight in kept.weights.values()),
         "trained": kept.trained,
         "recorded": [record.iteration for record in recorded if isinstance(record, StageRecord)],
     }
-    return kept.kept() | _of_rows(run.latest.entry.micro_batches) | counted | {"seen": dict(seen)}
-
-
-def _of_rows(rows: Sequence[Any]) -> dict[str, Any]:
-    return {"packed": any(row.layout == "packed" for row in rows), "micro_batches": len(rows)}
 
 
 def _adapter(costs: AnalyticCosts | MeasuredCosts) -> int | str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_dynapipe.integration.equip.told import Told
+from megatron_dynapipe.integration.equip.told import NOTHING, Told
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 
@@ -51,7 +51,7 @@ def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
 
         def with_sums(losses: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             loss, tokens, report = loss_function(losses, *arguments, **keywords)
-            told: Told = batch["told"]
+            told: Told = batch.get("told", NOTHING)
             flat = (mask if told.counts is None else told.counts).reshape(-1).float()
             if told.counts is not None:
                 losses = losses.t().reshape(-1)[told.rows]

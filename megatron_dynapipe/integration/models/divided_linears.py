@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 """An input that makes autograd run the backward of a linear whose own needs no gradient; it never gets one."""
-_MARK = "_dynapipe_weight_halves"
 
 Key = tuple[int, int]
 """(micro-batch, chunk)"""
@@ -333,11 +332,8 @@ _GATHERED = {"column": 0, "row": 1}
 
 
 def weight_halves(models: Sequence[nn.Module]) -> WeightHalves:
-    """The halves of a rank's model chunks, whose layers' linears go through them from the first call on."""
-    halves = models[0].__dict__.get(_MARK)
-    if isinstance(halves, WeightHalves):
-        return halves
-    halves = models[0].__dict__[_MARK] = WeightHalves()
+    """The halves of a rank's model chunks, whose layers' linears go through them from now on."""
+    halves = WeightHalves()
     for model in models:
         for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
             for linear in layer.modules():

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from megatron_dynapipe.integration.models.hybrid import DECODER_ONLY, final_norm
 
-_MARK = "dynapipe_row_gather"
-
 
 class RowGather(IdentityFuncOp):
     """Takes rows out of states.
@@ -58,11 +56,8 @@ class RowGather(IdentityFuncOp):
 
 
 def row_gather(models: Sequence[nn.Module]) -> RowGather:
-    """The module that takes the rows in a rank's model chunks, of which it is made a part by the first call."""
-    known = models[0].__dict__.get(_MARK)
-    if isinstance(known, RowGather):
-        return known
-    gather = models[0].__dict__[_MARK] = RowGather()
+    """The module that takes the rows in a rank's model chunks, of which it is made a part."""
+    gather = RowGather()
     for chunk in unwrap_model(list(models)):
         if isinstance(chunk, DECODER_ONLY) and chunk.post_process:
             _install(chunk, gather)

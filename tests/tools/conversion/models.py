@@ -157,7 +157,6 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What `convert from-hf` says of folders whose files are not whole, or whose models Megatron does not have."""
     _without_cuda()
     from safetensors.torch import load_file, save_file
-    from transformers import Gemma2Config, GemmaConfig, Phi3Config
 
     from megatron_dynapipe.core.errors import ConfigError
     from megatron_dynapipe.tools.conversion.command import from_hugging_face
@@ -206,10 +205,20 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
             "index of other folders", "llama", index='{"weight_map": {"a": "../../b.safetensors"}}'
         ),
     }
+    return said | _of_other_kinds(Path(folder))
+
+
+def _of_other_kinds(folder: Path) -> dict[str, str]:
+    from transformers import Gemma2Config, GemmaConfig, Phi3Config
+
+    from megatron_dynapipe.core.errors import ConfigError
+    from megatron_dynapipe.tools.conversion.command import from_hugging_face
+
+    said = {}
     for config in (GemmaConfig(), Gemma2Config(), Phi3Config()):
-        config.save_pretrained(Path(folder) / config.model_type)
+        config.save_pretrained(folder / config.model_type)
         try:
-            said[config.model_type] = str(from_hugging_face(Path(folder) / config.model_type, Path(folder) / "other"))
+            said[config.model_type] = str(from_hugging_face(folder / config.model_type, folder / "other"))
         except ConfigError as error:
             said[config.model_type] = str(error)
     return said
