@@ -76,6 +76,8 @@ def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
         )
     of_model = recipe_flags(model)
     flags: dict[str, Any] = {name: of_model[name] for name in _SIZES if name in of_model}
+    if isinstance(frequency := flags.get("moe-layer-freq"), list):
+        flags["moe-layer-freq"] = f"[{','.join(map(str, frequency))}]"
     flags |= {"disable-bias-linear": True, "sequence-parallel": bool(model.get("sequence_parallel"))}
     mixed = recipe.get("mixed_precision") or model
     halves = [name for name in ("bf16", "fp16") if (name in mixed if isinstance(mixed, str) else mixed.get(name))]
