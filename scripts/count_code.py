@@ -37,9 +37,9 @@ BOUNDS: Mapping[str, float] = {
     # To come down to 9.5, by problem, scheduling and model first; the bound of lines leaves room for few more.
     "tokens a line of its core": 9.85,
     "lines of the longest function": 60,
-    # To come down to 207: what is taught brought 6, steps and noise of `certify`, costs and tune 7, ways of the planner
-    # and ports 3, figures of one GPU and conversions 3.
-    "kinds of values": 220,
+    # To come down to 207: what is taught brought 8, steps and noise of `certify`, costs and tune 7, ways of the planner
+    # and ports 3, figures of one GPU and conversions 3; latent attention and windows 2, what modules are told 1.
+    "kinds of values": 225,
     "flags": 30,
     "files of the core": 26,
     "lines of the core": 5_500,

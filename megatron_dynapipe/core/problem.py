@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+_NONE = np.zeros(0, np.int64)
 
 SplitBackward = Literal["off", "auto", "on"]
 SPLIT_BACKWARD: dict[SplitBackward, int] = {"off": 0, "auto": 1, "on": 2}
@@ -196,8 +197,8 @@ class BatchProblem:
                 peak_covers_backward=self.peak_covers_backward,
                 **native_links(layout, self.links, self.bytes_per_position, self.held_per_position),
                 **native_rules(self.transfers),
-                chains=np.zeros(0, np.int32) if self.chains is None else self.chains,
-                extras=_extras(self.piece_costs, doubled),
+                chains=_NONE.astype(np.int32) if self.chains is None else self.chains,
+                extras=_NONE if self.piece_costs is None else _with(self.piece_costs, doubled, 2).ravel(),
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
             )
@@ -295,15 +296,10 @@ class BatchProblem:
         )
 
 
-def _with(values: IntArray, doubled: int | None) -> IntArray:
-    """Costs by kind, with one of the kinds again at the end."""
-    return np.ascontiguousarray(values if doubled is None else np.concatenate([values, values[doubled : doubled + 1]]))
-
-
-def _extras(costs: IntArray | None, doubled: int | None) -> IntArray:
-    return (
-        np.zeros(0, np.int64) if costs is None else np.moveaxis(_with(np.moveaxis(costs, 2, 0), doubled), 0, 2).ravel()
-    )
+def _with(values: IntArray, doubled: int | None, axis: int = 0) -> IntArray:
+    """Costs by kind, along an axis, with one of the kinds again at the end."""
+    added = [] if doubled is None else [values.take([doubled], axis)]
+    return np.concatenate([values, *added], axis)
 
 
 def _mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...]:
@@ -315,8 +311,8 @@ def _packed_mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...
     """Costs of packed rows; empty where they are derived."""
     packed = tables.packed
     if packed is None:
-        axis, values = np.zeros(0, np.int64), np.zeros((0, 0, 0, 0), np.int64)
-        return axis, axis, values, axis, axis, values
+        values = np.zeros((0, 0, 0, 0), np.int64)
+        return _NONE, _NONE, values, _NONE, _NONE, values
     linear, attention = _with(packed.linear, doubled), _with(packed.attention, doubled)
     return packed.row_inputs, packed.row_targets, linear, packed.inputs, packed.targets, attention
 

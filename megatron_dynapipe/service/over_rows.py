@@ -12,7 +12,7 @@ NOTHING = 0.02
 
 
 def over_rows(planner: Planner, batch: GlobalBatch) -> str:
-    """The plan of a batch and the fastest rows in a run's own stages, as a line of its log; empty if rows cannot run.
+    """A batch's plan and the fastest rows in the run's own stages, as a line of its log; empty where rows cannot run.
 
     Raises:
         PlanningError: the batch has no plan.

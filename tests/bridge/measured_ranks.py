@@ -1,12 +1,10 @@
 """What the rank of the tests of measured adapters runs."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.training.global_vars import unset_global_variables
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.bridge.recipe import model_shape
@@ -41,14 +39,10 @@ FLAGS = [
 ]
 
 
-def built(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """FLOPs of layers that recipes' providers build, by family and kind of layer: as PyTorch and as costs count."""
-    return {family: _of_family(Path(folder, family), family) for family in families}
-
-
-def _of_family(folder: Path, family: str) -> dict[str, list[float]]:
-    config = recipe(make_model(folder, family))
-    path = folder / "recipe.yaml"
+def built(*, rank: int, world_size: int, folder: str, family: str) -> dict[str, list[float]]:
+    """FLOPs of the layers that a recipe's provider builds, by kind: as PyTorch counts them and as costs do."""
+    config = recipe(make_model(Path(folder, family), family))
+    path = Path(folder, family, "recipe.yaml")
     config.to_yaml(str(path))
     file = read_model(path)
     shape = model_shape(config, on_cpu=False)
@@ -64,7 +58,6 @@ def _of_family(folder: Path, family: str) -> dict[str, list[float]]:
                     forward()
                 flops = counter.get_total_flops() / parts[kind].layers
                 found[kind] = [flops, float(computed.linear_flops + computed.core_flops)]
-    unset_global_variables()
     return found
 
 

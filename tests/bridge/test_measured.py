@@ -70,10 +70,11 @@ def test_a_measured_layer_multiplies_as_often_as_a_computed_one(tmp_path: Path, 
 def test_a_recipe_s_own_layers_are_measured_and_multiply_as_often_as_computed_ones(tmp_path: Path) -> None:
     """Grouped queries, norms of them, windows, sinks, latent attention, experts, shared ones, and dense layers."""
     families = ["qwen3", "gemma3", "gptoss", "qwen3moe", "glm4moe", "deepseek3"]
-    job = jobs.Job("tests.bridge.measured_ranks:built", {"folder": str(tmp_path), "families": families}, 1)
-    (results,) = jobs.run_all([job], tmp_path, engine=True, preloaded=RUNS)
-    assert not isinstance(results, str), results
-    (result,) = results
+    given = [{"folder": str(tmp_path), "family": family} for family in families]
+    made = [jobs.Job("tests.bridge.measured_ranks:built", each, 1) for each in given]
+    results = jobs.run_all(made, tmp_path, engine=True, preloaded=RUNS)
+    assert not [text for text in results if isinstance(text, str)]
+    result = {family: kinds for family, (kinds,) in zip(families, results, strict=True)}
     assert {family: sorted(kinds) for family, kinds in result.items() if len(kinds) > 1} == {
         family: ["encoder", "expert"] for family in ("glm4moe", "deepseek3")
     }

@@ -107,6 +107,12 @@ class Case:
     encode: Callable[[Any], bytes] = as_text
 
 
+GPT = (
+    *("--limit-rc-type", "none", "--model", "gpt", "--layers", "4", "--hidden-size", "32"),
+    *("--device-memory-mb", "4000"),
+)
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Case]]:
     """A folder with all files, in which each command runs, and the cases."""
@@ -136,19 +142,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
         assert main([*planned, *computed, "--model-config", "llama.json", "--output", "plans"]) == 0
     plan = next((folder / "plans").glob("*.plan"))
     prepare = ("data", "prepare", "--mixture", "mixture.yaml", "--tokenizer", "tokenizer", "--output", "made")
-    gpt = (
-        "--limit-rc-type",
-        "none",
-        "--model",
-        "gpt",
-        "--layers",
-        "4",
-        "--hidden-size",
-        "32",
-        "--device-memory-mb",
-        "4000",
-    )
-    tokenizer = json.loads((folder / "tokenizer/tokenizer.json").read_text())
+    tokenizer = json.loads((file := folder / "tokenizer/tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    file.write_bytes(as_text(tokenizer))
     records = next((folder / "report").glob("rank-*.jsonl"))
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     meta = json.loads((folder / "data/manifest.json").read_text())
@@ -158,7 +154,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
             for of, name in (("llama", "llama.json"), ("qwen", "qwen.json"), ("recipe", "recipe.yaml"))
         },
         "run file": Case((*planned, *computed, "--model-config", "run.yaml"), "run.yaml", run_file),
-        "costs": Case((*planned, "--cost-model", "cost.json", *gpt), "cost.json", documents["cost.json"]),
+        "costs": Case((*planned, "--cost-model", "cost.json", *GPT), "cost.json", documents["cost.json"]),
         "batches": Case((*planned, *computed, "--model-config", "llama.json"), "batches.json", BATCHES),
         "cluster": Case(
             (*planned, *computed[:2], "--model-config", "llama.json", "--cluster", "cluster.yaml", "--device", "H100"),

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,12 +14,12 @@ from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.format import CostFile, encode_file, is_cost_file
 from megatron_dynapipe.integration.profiling import division
-from megatron_dynapipe.integration.profiling.layers import build_parts
+from megatron_dynapipe.integration.profiling.layers import MeasuredModule, build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain
 from megatron_dynapipe.integration.profiling.packed import measure_rows, row_tables
 from megatron_dynapipe.integration.profiling.profiler import Profiler
 from megatron_dynapipe.integration.profiling.result import cost_file, describe, verdict
-from megatron_dynapipe.integration.profiling.setup import prepared
+from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.outputs import write_file
 from megatron_dynapipe.runtime.links import measure_links
 
@@ -60,17 +60,11 @@ def profile(
         flags, ModelFamily(family), tensor_parallel=tensor_parallel, expert_parallel=1, vocabulary=vocabulary
     ) as setup:
         is_first = dist.get_rank() == 0
-        scope = Scope(
-            parts=build_parts(
-                setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters, recipe=recipe
-            ),
-            modes=modes,
-            within=setup.within,
-            most_positions=most_positions,
-            platform=clock_of(setup.device, shared=tensor_parallel > 1),
-            shared=tensor_parallel > 1,
-            hurried=budget_s < HURRIED_BUDGET_S,
+        parts = build_parts(
+            setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters, recipe=recipe
         )
+        hurried = budget_s < HURRIED_BUDGET_S
+        scope = _scope(setup, parts, modes, shared=tensor_parallel > 1, positions=most_positions, hurried=hurried)
         profiler = Profiler(scope)
         links = measure_links(setup.device)
         sustain(setup.device, positions=most_positions, hidden=setup.model.hidden)
@@ -83,9 +77,10 @@ def profile(
         _measure(profiler, left, show=is_first)
         if not is_first:
             return None
+        seconds = {"seconds": round(time.monotonic() - started, 1)}
         file = cost_file(
             setup,
-            scope.parts,
+            parts,
             profiler.measurements,
             adapters=adapters,
             modes=modes,
@@ -95,9 +90,29 @@ def profile(
             halves_of_rows=halves_of_rows,
             prefixes=prefixes,
             links=links,
-            provenance=describe(setup) | {"seconds": round(time.monotonic() - started, 1)} | scope.noise.described(),
+            provenance=describe(setup) | seconds | scope.noise.described(),
         )
         return _written(file, output)
+
+
+def _scope(
+    setup: ProfileSetup,
+    parts: Mapping[str, MeasuredModule],
+    modes: Sequence[Recompute],
+    *,
+    shared: bool,
+    positions: int,
+    hurried: bool,
+) -> Scope:
+    return Scope(
+        parts=parts,
+        modes=modes,
+        within=setup.within,
+        most_positions=positions,
+        platform=clock_of(setup.device, shared=shared),
+        shared=shared,
+        hurried=hurried,
+    )
 
 
 def _written(file: CostFile, output: Path) -> Path:

@@ -178,9 +178,17 @@ class Workers:
         self._futures[self._executor.submit(self._evaluate, settings, batch)] = (candidate, batch)
 
     def improved(self, several: Sequence[PlannerSettings], chunks: Sequence[int], *, halves: bool) -> list[Improved]:
-        """`Evaluator.improved` of each."""
+        """`Evaluator.improved` of each; raises PlanningError as `next`."""
         futures = [self._executor.submit(self._improve, settings, chunks, halves) for settings in several]
-        return [future.result(PLAN_DEADLINE_S) for future in futures]
+        try:
+            return [future.result(PLAN_DEADLINE_S) for future in futures]
+        except TimeoutError as error:
+            raise PlanningError(
+                f"the layers of the best layouts were not split within {PLAN_DEADLINE_S:.0f} s",
+                hint="use fewer batches, or --layer-splits equal, which leaves this out",
+            ) from error
+        except BrokenProcessPool as error:
+            raise _ended() from error
 
     def next(self) -> tuple[int, int, Outcome]:
         """Wait for one of the plans: candidate, batch, outcome.
@@ -199,9 +207,11 @@ class Workers:
         try:
             return candidate, batch, future.result()
         except BrokenProcessPool as error:
-            raise PlanningError(
-                "a planning process ended", hint="is the host out of memory? try --workers 1"
-            ) from error
+            raise _ended() from error
+
+
+def _ended() -> PlanningError:
+    return PlanningError("a planning process ended", hint="is the host out of memory? try --workers 1")
 
 
 _STORED_BYTES = 2

@@ -157,7 +157,6 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What `convert from-hf` says of folders whose files are not whole, or whose models Megatron does not have."""
     _without_cuda()
     from safetensors.torch import load_file, save_file
-    from transformers import Gemma2Config, GemmaConfig, Phi3Config
 
     from megatron_dynapipe.core.errors import ConfigError
     from megatron_dynapipe.tools.conversion.command import from_hugging_face
@@ -182,9 +181,6 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         except ConfigError as error:
             return str(error)
 
-    def with_nan(tensors: Any) -> None:
-        tensors[up][2, 3] = float("nan")
-
     up, head = "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
     rotations = {"rope_type": "default", "rope_theta": 10000.5}
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -194,7 +190,7 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
         "no head of a T5": convert("no head of a T5", "t5-v1.1", lambda tensors: tensors.pop(head)),
         "unexpected": convert("unexpected", "qwen2", lambda tensors: tensors.update(score=torch.ones(2))),
         "shape": convert("shape", "llama", lambda tensors: tensors.update({up: torch.ones(3, 64)})),
-        "NaN": convert("NaN", "llama", with_nan),
+        "NaN": convert("NaN", "llama", lambda tensors: tensors[up].__setitem__((2, 3), float("nan"))),
         "layers": convert("layers", "llama", num_hidden_layers=10_000),
         "more layers": convert("more layers", "llama", num_hidden_layers=100_000),
         "adapter": convert("adapter", "llama", damage="adapter_config.json"),
@@ -209,10 +205,20 @@ def refused(*, rank: int, world_size: int, folder: str) -> dict[str, str]:
             "index of other folders", "llama", index='{"weight_map": {"a": "../../b.safetensors"}}'
         ),
     }
+    return said | _of_other_kinds(Path(folder))
+
+
+def _of_other_kinds(folder: Path) -> dict[str, str]:
+    from transformers import Gemma2Config, GemmaConfig, Phi3Config
+
+    from megatron_dynapipe.core.errors import ConfigError
+    from megatron_dynapipe.tools.conversion.command import from_hugging_face
+
+    said = {}
     for config in (GemmaConfig(), Gemma2Config(), Phi3Config()):
-        config.save_pretrained(Path(folder) / config.model_type)
+        config.save_pretrained(folder / config.model_type)
         try:
-            said[config.model_type] = str(from_hugging_face(Path(folder) / config.model_type, Path(folder) / "other"))
+            said[config.model_type] = str(from_hugging_face(folder / config.model_type, folder / "other"))
         except ConfigError as error:
             said[config.model_type] = str(error)
     return said

@@ -46,7 +46,7 @@ def test_counts_are_in_notes_manifest_statistics_and_samples(folder: Path, tmp_p
     assert json.loads(capsys.readouterr().out)["not_written"] == counts
     assert cli(["data", "stats", data]) == 0
     assert "not written: messages of role 'system': 3" in capsys.readouterr().out
-    assert cli(["data", "show", data]) == 0
+    assert cli(["data", "show", data, "--limit", "7"]) == 0
     assert capsys.readouterr().out.count("[not written: messages of role 'system']") == 3
     assert cli(["data", "show", data, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
