@@ -324,8 +324,10 @@ def cluster_line(described: Mapping[str, Any]) -> str:
 
 
 def _with_auto_split(args: argparse.Namespace, settings: PlannerSettings, cost_model: CostModel) -> PlannerSettings:
-    to_plan = [batch.global_batch(0) for batch in given_batches(args)]
-    chosen_from = to_plan
+    every = [batch.global_batch(0) for batch in given_batches(args)]
+    chosen_from = to_plan = [batch for batch in every if len(batch.sample_ids)]
+    if not to_plan:  # the commands say so of each batch
+        return settings
     if args.split_from:
         named = read_batches(
             args.split_from,

@@ -311,8 +311,7 @@ def _packed_mode(tables: CostTables, doubled: int | None) -> tuple[IntArray, ...
     """Costs of packed rows; empty where they are derived."""
     packed = tables.packed
     if packed is None:
-        values = np.zeros((0, 0, 0, 0), np.int64)
-        return _NONE, _NONE, values, _NONE, _NONE, values
+        return _NONE, _NONE, _NONE.reshape(0, 0, 0, 0), _NONE, _NONE, _NONE.reshape(0, 0, 0, 0)
     linear, attention = _with(packed.linear, doubled), _with(packed.attention, doubled)
     return packed.row_inputs, packed.row_targets, linear, packed.inputs, packed.targets, attention
 
@@ -332,8 +331,7 @@ class ScheduleProblem:
     stored_bytes: IntArray
     """Kept from a forward's end to its backward's end."""
     peak_bytes: IntArray
-    """High-water mark of the forward above what others keep; at least `stored_bytes`. Of the backward too if
-    `peak_covers_backward`: then it counts while either runs."""
+    """High-water mark above what others keep while a forward runs, with `peak_covers_backward` a backward, too."""
     weight_ns: IntArray
     """The part of the backward that may run later, as its second half; 0 where it cannot be divided."""
     forward_transfer_ns: IntArray

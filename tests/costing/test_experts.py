@@ -110,5 +110,5 @@ def test_costs_of_another_kind_of_model_are_refused() -> None:
     one_kind = settings_in_layers(GPT, 4, hidden_size=256, memory_limit_bytes=10**10)
     with pytest.raises(CostModelError, match="expected costs of a model with layers of one kind"):
         planner_of(one_kind, COSTS)
-    with pytest.raises(ConfigError, match=r"an imbalance of experts of at least 1, got 0\.5"):
+    with pytest.raises(ConfigError, match=r"expert_imbalance: Expected `float` >= 1\.0"):
         settings_in_layers(GPT, 4, hidden_size=256, memory_limit_bytes=1, expert_imbalance=0.5)

@@ -56,7 +56,8 @@ def test_numbers_for_routers_come_to_a_device_in_the_same_copy():
     host = Collator(required=required, reader=None, special=None)(0, plan, ModelFamily.GPT)
     assert host.samples.flatten().tolist()[:7] == [0, 0, 0, 0, 1, 1, 2]
     made = gpt_batch(in_one_buffer(host, pin=False), torch.device("meta"), explicit_mask=False)
-    assert made["samples"].is_meta and made["samples"].shape == host.samples.shape and made["sample_count"] == 2
+    told = made["told"]
+    assert told.samples.is_meta and told.samples.shape == host.samples.shape and told.sample_count == 2
 
 
 def test_a_cut_row_is_copied_to_a_device_as_one_buffer(tmp_path):

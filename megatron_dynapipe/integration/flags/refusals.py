@@ -42,8 +42,8 @@ EVERYWHERE = (
     Refusal("hybrid_context_parallel dynamic_context_parallel", "planned rows are not divided over ranks"),
     Refusal(
         "fp8 fp4 fp8_output_proj fp8_param_gather fp4_param_gather te_precision_config_file",
-        "its scales are agreed on in every pass, of which replicas have different numbers; its weights are kept from"
-        " one iteration to the next by rules of Megatron's own schedules",
+        "its scales are agreed on in every pass, but replicas have different numbers of passes; its weights are kept"
+        " from one iteration to the next by rules of Megatron's own schedules",
     ),
     Refusal("cuda_graph_impl", "a graph is captured for one shape, and micro-batches have many", "none"),
     Refusal("enable_cuda_graph external_cuda_graph", "a graph is captured for one shape, and micro-batches have many"),
@@ -69,7 +69,7 @@ EVERYWHERE = (
         "moe_input_jitter_eps moe_router_force_load_balancing moe_router_force_biased",
         "its noise is drawn by micro-batch",
     ),
-    Refusal("moe_shared_expert_overlap", "plans know nothing of what runs beside the exchange of tokens"),
+    Refusal("moe_shared_expert_overlap", "plans know nothing of what runs during the exchange of tokens"),
     Refusal("inference_rng_tracker", "random states in CUDA graphs cannot be set for each layer"),
     Refusal(
         "distribute_saved_activations",
@@ -112,7 +112,7 @@ SCRIPTS = (
     Refusal("multiple_validation_sets", "there is one validation split"),
     Refusal("perform_rl_step", "it trains on what a model generates, not on planned samples"),
     Refusal("logits_save_dir logits_load_dir", "it keeps logits by their place in Megatron's own dataset"),
-    Refusal("moe_use_upcycling", "it builds a dense model beside the run's, for which plans leave no room"),
+    Refusal("moe_use_upcycling", "it builds a dense model in addition to the run's, for which plans leave no room"),
     Refusal("moe_latent_size", "costs know no projections around experts"),
     Refusal(
         "moe_layer_recompute",
