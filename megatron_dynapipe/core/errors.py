@@ -7,8 +7,6 @@ User input, files, peers and plans raise one of these, with the expected value, 
 import difflib
 from collections.abc import Iterable
 
-import msgspec
-
 
 class DynaPipeError(Exception):
     """Base of all errors of this package.
@@ -98,12 +96,3 @@ class UnsupportedMegatronError(DynaPipeError):
 def near_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that somebody who wrote `name` may have meant; None where there is none."""
     return next(iter(difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)), None)
-
-
-def check_fields(record: msgspec.Struct) -> None:
-    """Run a record's constraints where it is made, as where it is decoded; raises ConfigError."""
-    for field in msgspec.structs.fields(record):
-        try:
-            msgspec.convert(getattr(record, field.name), field.type)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{type(record).__name__}.{field.name}: {error}") from None

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
-from megatron_dynapipe.core.errors import ConfigError, check_fields
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.model import LayerSplit, Model, ModuleSplit, PipelineLayout
 from megatron_dynapipe.core.network import Network, ScatterGather, TransferRules
 from megatron_dynapipe.core.orders import ScheduleSettings
@@ -18,6 +18,15 @@ IMBALANCE = 1.25
 single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+
+def check_fields(record: msgspec.Struct) -> None:
+    """Run a record's constraints where it is made, as where it is decoded; raises ConfigError."""
+    for field in msgspec.structs.fields(record):
+        try:
+            msgspec.convert(getattr(record, field.name), field.type)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{type(record).__name__}.{field.name}: {error}") from None
 
 
 class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from megatron_dynapipe.core.errors import ConfigError, check_fields
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import check_fields
 
 Linear = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 ATTENTION_LINEARS: tuple[Linear, ...] = ("linear_qkv", "linear_proj")

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from megatron_dynapipe.core.costs import Floats
-from megatron_dynapipe.core.errors import ConfigError, check_fields
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.settings import check_fields
 from megatron_dynapipe.core.units import ModelFamily, round_up
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
 from megatron_dynapipe.costing.attention import Latent, Window

@@ -122,8 +122,12 @@ def _busiest_ns(layout: PipelineLayout, links: Links, work: LeastWork, replicas:
 
 
 def even_work_layer_split(settings: PlannerSettings, works: Sequence[LeastWork]) -> tuple[int, ...]:
-    """Layers per virtual stage, the busiest with the least work; the last stage may have the head alone."""
-    *others, last = evenest(layer_work(settings, works), settings.pipeline_parallel * settings.chunks)
+    """Layers per virtual stage, the busiest with the least work; a GPT's last stage may have the head alone."""
+    stages = settings.pipeline_parallel * settings.chunks
+    *layers, head = layer_work(settings, works)
+    if settings.model.decoder:  # whose stages all have layers
+        return evenest([*layers[:-1], layers[-1] + head], stages)
+    *others, last = evenest([*layers, head], stages)
     return (*others, last - 1)
 
 
