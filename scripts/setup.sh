@@ -69,8 +69,10 @@ hashed() {  # pins, with the digests of their wheels on the machines that these 
 }
 
 pip_install() {
+    local what=${*: -1}
     PYTHONUNBUFFERED=1 "$PYTHON" -m pip install "$@" ||
-        fail "pip could not install ${*: -1}" "see its message above; a network that works is needed once. Run this again"
+        fail "pip could not install ${what/#\/dev\/fd\/*/the packages of requirements.lock}" \
+            "see its message above; a network that works is needed once. Run this again"
 }
 
 show_progress() {  # pip's output as one line for each package of TOTAL, and one for each tenth of a large download

@@ -90,8 +90,9 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout with just what set-up reads."""
     root = tmp_path / "a checkout"
     (root / "scripts").mkdir(parents=True)
-    for script in ("build_backend.py", "find-python.sh", "setup.sh"):
+    for script in ("build_backend.py", "find-python.sh", "hashed.awk", "setup.sh"):
         (root / "scripts" / script).symlink_to(ROOT / "scripts" / script)
+    (root / "requirements.sha256").write_text("# of no wheel\n")
     fake_python(root / "bin" / "c++", "exit 0")
     return root
 
@@ -139,7 +140,7 @@ def test_failed_install_is_told_and_tried_again_from_a_new_environment(checkout:
     first = set_up(checkout)
     assert first.returncode == 2
     assert first.stderr.splitlines()[0] == "setup: step 2 of 6: downloading and installing 1 pinned packages (run)"
-    assert first.stderr.splitlines()[1] == "error: pip could not install pip==1"
+    assert first.stderr.splitlines()[1] == "error: pip could not install the packages of requirements.lock"
     # The second time nothing of the half-unpacked environment is trusted.
     fake_python(checkout / "bin" / "python3.12", 'case "$*" in -m*) echo made anew >&2; exit 1;; *) echo "$0";; esac')
     assert "the last set-up did not finish" in (second := set_up(checkout)).stderr
