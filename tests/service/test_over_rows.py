@@ -23,7 +23,7 @@ from tests.store.memory_store import MemoryStore
     [
         (1.3, "be 1.30 times as fast as packed rows on this layout: 10 and 13 ms; `megatron-dynapipe tune` compares"),
         (1.01, "gain nothing over packed rows on this layout: 10 and 13 ms; `megatron-dynapipe tune` compares"),
-        (0.8, "be slower than packed rows on this layout: 10 and 13 ms. --dynapipe-layers-per-stage auto chooses"),
+        (0.8, "be slower than packed rows on this layout: 10 and 13 ms. plans choose layers and virtual"),
     ],
 )
 def test_what_is_said(gain: float, said: str) -> None:
