@@ -22,13 +22,13 @@ def equip_labels(chunks: Sequence[nn.Module], channel: Channel) -> None:
         labels = channel.told.labels
         return arguments, dict(keywords) if labels is None else {**keywords, "labels": labels}
 
-    def take_back(_chunk: nn.Module, _arguments: Any, losses: Any) -> Any:
+    def give_back(_chunk: nn.Module, _arguments: Any, losses: Any) -> Any:
         return losses if channel.told.labels is None else spread(losses, channel.told)
 
     for chunk in unwrap_model(list(chunks)):
         if getattr(chunk, "post_process", False):
             chunk.register_forward_pre_hook(give, with_kwargs=True)
-            chunk.register_forward_hook(take_back)
+            chunk.register_forward_hook(give_back)
 
 
 def spread(values: Tensor, told: Told) -> Tensor:
