@@ -18,7 +18,6 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -27,13 +26,11 @@ from megatron_dynapipe import cpu
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.integration.hooks import optimizer_patches
-from megatron_dynapipe.integration.models.specs import hybrid_stack
+from megatron_dynapipe.integration.models.specs import CoreAttention, hybrid_layers
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from tests.helpers.entry_scripts import record_losses
 
 SIZE = 2
-LOCAL_STACK = hybrid_stack(get_gpt_layer_local_spec(), None, WrappedTorchNorm)
-"""What a HybridModel is made of without Transformer Engine, for Megatron's `--spec`."""
 
 
 def micro_batches(data: Path) -> Iterator[torch.Tensor]:
@@ -63,7 +60,9 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     if args.hybrid_layer_pattern is None:
         model = partial(GPTModel, transformer_layer_spec=layer)
     else:
-        model = partial(HybridModel, hybrid_stack_spec=LOCAL_STACK, hybrid_layer_pattern=args.hybrid_layer_pattern)
+        # Megatron has no modules for it without Transformer Engine.
+        stack = hybrid_layers(core_transformer_config_from_args(args), CoreAttention.MEGATRON)
+        model = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=args.hybrid_layer_pattern)
     return model(
         config=config or core_transformer_config_from_args(args),
         vocab_size=args.padded_vocab_size,
