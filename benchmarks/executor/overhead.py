@@ -79,6 +79,7 @@ def build(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=True,
+        transformer_impl="local",
         variable_seq_lengths=varying,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, experts or not
     )

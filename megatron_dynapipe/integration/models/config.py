@@ -93,11 +93,6 @@ class ModelConfig:
         return self.positions.kind == RELATIVE and not self.engine_attention
 
     @property
-    def takes_mask(self) -> bool:
-        """Whether a GPT's attention needs a causal mask; others are causal by themselves, and faster without."""
-        return not self.transformer_engine and self.attention is CoreAttention.MEGATRON
-
-    @property
     def state_dtype(self) -> torch.dtype:
         """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
         return torch.float32 if self.fp32_residual else self.dtype

@@ -31,7 +31,7 @@ def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
     from tests.integration.models.attention_ranks import config, start
 
     start()
-    of_model = config(num_layers=3, num_moe_experts=4, add_bias_linear=False, is_hybrid_model=True)
+    of_model = config(num_layers=3, num_moe_experts=4, add_bias_linear=False, transformer_impl="local")
     model = HybridModel(
         config=of_model,
         hybrid_stack_spec=hybrid_layers(of_model, CoreAttention.SDPA),
