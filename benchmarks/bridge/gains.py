@@ -2,8 +2,8 @@
 
     python -m benchmarks.bridge.gains [--lengths 2048 8192] [--learned everything targets] [--scorer FILE]
 
-A GPT of 7B on eight H100s, eight pipeline stages, batches of 65,536 tokens. A recipe that is equipped takes what plans
-offer: packed and padded rows, pieces, divided backward passes, heads over labels. `planned(config)` chooses its layers and
+A GPT of 7B on eight H100s, eight pipeline stages, batches of 65,536 tokens. A recipe that is equipped takes what
+plans offer: padded and packed rows, pieces, divided passes, heads over labels. `planned(config)` chooses its layers and
 virtual stages from the first batches, here those of flan_like (of sft_like, where targets alone are learned); the
 held-out ones are planned so, and on the recipe's own equal stages (`layers="recipe"`). `score_plans.py` rebuilds the
 times of plans. Rows of other trainers take what `compare` predicts: the fastest rule, size of rows and recompute mode,
