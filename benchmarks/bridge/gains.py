@@ -1,13 +1,16 @@
 """What plans gain in a recipe of Megatron-Bridge over other trainers' packed rows, by the independent scorer.
 
-    python -m benchmarks.bridge.gains [--lengths 2048 8192] [--learned everything targets] [--scorer FILE]
+    python -m benchmarks.bridge.gains [--lengths 2048 8192] [--learned everything targets]
 
 A GPT of 7B on eight H100s, eight pipeline stages, batches of 65,536 tokens. A recipe that is equipped takes what
 plans offer: padded and packed rows, pieces, divided passes, heads over labels. `planned(config)` chooses its layers and
 virtual stages from the first batches, here those of flan_like (of sft_like, where targets alone are learned); the
 held-out ones are planned so, and on the recipe's own equal stages (`layers="recipe"`). `score_plans.py` rebuilds the
 times of plans. Rows of other trainers take what `compare` predicts: the fastest rule, size of rows and recompute mode,
-of every pipeline that can be set up by hand (on the left), and of the recipe's own stages (on the right).
+
+    by work     of one virtual stage, 5,5,4,4,4,4,4,2
+    any         of every pipeline that can be set up by hand, with 1, 2 and 4 virtual stages
+    own         of the recipe's own stages, beside plans on the same stages
 """
 
 import argparse
@@ -28,10 +31,12 @@ from megatron_dynapipe.tools.rivals.methods import TRAINERS
 
 EVERYTHING, TARGETS = "everything", "targets"
 LAYOUT = "1,1,8"
+SCORER = ROOT / "benchmarks/planning/score_plans.py"
 OWN = ("--layers-per-stage", "equal", "--virtual-stages", "1")
 """Of a recipe: equal stages, one on each rank."""
-COLUMNS = ("learned", "longest", "batches", "layers", "ms", "rows, ms", "**gain**", "worst")
-COLUMNS += ("own stages, ms", "rows there, ms", "**gain there**", "worst there", "date")
+BY_WORK = ("--layers-per-stage", "5,5,4,4,4,4,4,2")
+COLUMNS = ("learned", "longest", "batches", "layers", "ms", "by work", "worst", "any", "worst")
+COLUMNS += ("own stages, ms", "own", "worst", "date")
 
 
 def main() -> None:
@@ -39,15 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="*", type=int, default=(2048, 8192), help="maximum lengths of samples")
     parser.add_argument("--learned", nargs="*", choices=(EVERYTHING, TARGETS), default=(EVERYTHING, TARGETS))
-    parser.add_argument("--scorer", type=Path, default=ROOT / "benchmarks/planning/score_plans.py")
     args = parser.parse_args()
     print(markdown(COLUMNS, []), flush=True)
     for learned in args.learned:
         for length in args.lengths:
-            print("| " + " | ".join(row(learned, length, args.scorer)) + " |", flush=True)
+            print("| " + " | ".join(row(learned, length)) + " |", flush=True)
 
 
-def row(learned: str, length: int, scorer: Path) -> tuple[str, ...]:
+def row(learned: str, length: int) -> tuple[str, ...]:
     """The cells of a case."""
     first, held_out = batches_of(learned, length)
     with tempfile.TemporaryDirectory() as name:
@@ -55,16 +59,18 @@ def row(learned: str, length: int, scorer: Path) -> tuple[str, ...]:
         write(folder / "first.json", first)
         write(folder / "batches.json", held_out)
         chosen = ("--layers-per-stage", "auto", "--split-from", str(folder / "first.json"))
-        cells: list[str] = []
-        layers = ""
-        for of_plans, of_rows in ((chosen, chosen), (OWN, OWN)):
-            plans, split = scored(folder, of_plans, scorer)
-            layers = layers or split
-            rows = fastest_rows(folder, of_rows)
-            gains = [theirs / ours for ours, theirs in zip(plans, rows, strict=True)]
-            cells += [f"{statistics.fmean(plans):.0f}", f"{statistics.fmean(rows):.0f}"]
-            cells += [f"**{statistics.geometric_mean(gains):.3f}**", f"{min(gains):.3f}"]
-    return learned, f"{length:,}", str(len(held_out)), layers, *cells, time.strftime("%Y-%m-%d")
+        plans, layers = scored(folder, chosen)
+        cells = [layers, f"{statistics.fmean(plans):.0f}"]
+        cells += [cell for rows in (BY_WORK, chosen) for cell in gain(plans, fastest_rows(folder, rows))]
+        own, _ = scored(folder, OWN)
+        cells += [f"{statistics.fmean(own):.0f}", *gain(own, fastest_rows(folder, OWN))]
+    return learned, f"{length:,}", str(len(held_out)), *cells, time.strftime("%Y-%m-%d")
+
+
+def gain(plans: Sequence[float], rows: Sequence[float]) -> tuple[str, str]:
+    """The geometric mean of what plans gain over rows, batch by batch, and the least."""
+    gains = [theirs / ours for ours, theirs in zip(plans, rows, strict=True)]
+    return f"**{statistics.geometric_mean(gains):.3f}**", f"{min(gains):.3f}"
 
 
 def batches_of(learned: str, length: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -81,7 +87,7 @@ def batches_of(learned: str, length: int) -> tuple[list[dict[str, Any]], list[di
     return found["flan_like"], found["flan_more"] + unlabelled
 
 
-def scored(folder: Path, layers: Sequence[str], scorer: Path) -> tuple[list[float], str]:
+def scored(folder: Path, layers: Sequence[str]) -> tuple[list[float], str]:
     """Milliseconds of every held-out batch's plan, as the scorer rebuilds them, and the layers of its stages."""
     words = [*arguments("plan", "gpt", LAYOUT, folder / "batches.json", "h100"), *layers]
     words += ["--layout", "auto", "--slices", "auto", "--split-backward", "auto"]
@@ -90,8 +96,8 @@ def scored(folder: Path, layers: Sequence[str], scorer: Path) -> tuple[list[floa
     split = json.loads(planned)["iterations"][0]["replicas"][0]["layers_per_stage"]
     of_model, hidden = MODELS["gpt"]
     data, tensor, pipeline = LAYOUT.split(",")
-    words = [sys.executable, str(scorer), str(folder / "report.json"), str(folder / "batches.json")]
-    words += [str(_unpacked(folder)), "--model", "gpt", *of_model.split(), "--hidden", hidden, "--split", "auto"]
+    words = [sys.executable, str(SCORER), str(folder / "report.json"), str(folder / "batches.json")]
+    words += [str(COSTS["h100"]["gpt"]), "--model", "gpt", *of_model.split(), "--hidden", hidden, "--split", "auto"]
     words += ["--dp", data, "--tp", tensor, "--pp", pipeline, "--memory-mb", str(MEMORY_MB["h100"])]
     lines = [json.loads(line) for line in _printed(words).splitlines() if line.startswith("{")]
     return [line["ms"] for line in lines], ",".join(f"{layers:g}" for layers in split)
@@ -103,16 +109,6 @@ def fastest_rows(folder: Path, layers: Sequence[str]) -> list[float]:
     compared = json.loads(_printed(words))["batches"]
     predicted = [[batch["methods"][name].get("ms") for name in TRAINERS] for batch in compared]
     return [min(ms for ms in found if ms) for found in predicted]
-
-
-def _unpacked(folder: Path) -> Path:
-    """The cost model file, as a scorer reads it that unpacks none."""
-    import gzip
-
-    path = folder / "costs.json"
-    if not path.exists():
-        path.write_bytes(gzip.decompress(COSTS["h100"]["gpt"].read_bytes()))
-    return path
 
 
 def _printed(words: Sequence[str]) -> str:
