@@ -44,12 +44,18 @@ from megatron_dynapipe.integration.profiling.recipe import Build, builder_of
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
-Forward = Callable[[], Tensor]
+Forward = Callable[[], Any]
+"""Runs a pass, up to what its backward pass takes."""
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
 Half = Literal["attention", "mlp"]
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
+
+
+def run_backward(output: Tensor) -> None:
+    """The backward pass of what a forward returned."""
+    torch.autograd.backward(output, torch.ones_like(output))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class MeasuredModule:
         alone: the same with one layer, where `layers` are more: for what several do not fit the device with.
         prepare_piece: as `prepare`, of a piece of (own positions, positions before); None where samples stay whole.
         embedding: that of the model, which is counted and not timed: it is small against a stage. None of layers.
+        backward: takes what a forward returned.
     """
 
     name: str
@@ -75,6 +82,7 @@ class MeasuredModule:
     alone: "MeasuredModule | None" = None
     prepare_piece: Callable[[Point], Forward] | None = None
     embedding: torch.nn.Module | None = None
+    backward: Callable[[Any], None] = run_backward
 
     @property
     def from_most_layers(self) -> "tuple[MeasuredModule, ...]":
@@ -201,6 +209,8 @@ def _t5_parts(model: ModelConfig, make: "_Inputs", chained: int) -> list[Measure
     build = partial(T5Stage, config, model=model, pg_collection=groups)
     encoder = build(layout=inner, stage=1)
     decoder = build(layout=inner, stage=4)
+    for stage in (encoder, decoder):
+        equip([stage])
     ends = build(layout=whole, stage=0)
 
     def encode(batch: T5StageInputs, length: int, size: int) -> Forward:
