@@ -62,7 +62,6 @@ CALLS: tuple[Call, ...] = (
     (TRAINING, "train", "get_forward_backward_func"),
     (TRAINING, "train", "train_step"),
     (TRAINING, "evaluate", "get_forward_backward_func"),
-    (TRAINING, "training_log", "print_rank_last"),
     *((TRAINING, "train", name) for name in active_run.COUNTERS),
 )
 """How Megatron's loop comes to what is replaced, and the counters that it keeps in its namespace."""

@@ -1,6 +1,7 @@
 """What a run says of itself on this rank: lines of iterations, losses of tasks, FLOPs, records, the report."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -67,6 +68,7 @@ class RunLog:
         self.latest: PlannedIteration | None = None
         self._trace: Trace | None = None
         self._labels: torch.Tensor | None = None
+        self._reports: list[dict[str, torch.Tensor]] = []
         planner = inputs.planner
         self._recorder = Recorder(
             host.sources.report_folder,
@@ -122,7 +124,7 @@ class RunLog:
         self.latest = item
         self._trace = trace
         self._labels = labels
-        reports = self._task_losses.add(losses)
+        reports = self._reports = self._task_losses.add(losses)
         self._recorder.add(item, trace, reports)
         if (item.entry.iteration + 1) % self._host.log_interval == 0:
             # One reduction over replicas, for all tasks.
@@ -158,17 +160,6 @@ class RunLog:
         assert self.latest is not None, "no iteration has been trained"
         return self.latest.entry.totals.samples
 
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the latest training iteration, where a batch's size is given in tokens."""
-        in_tokens = self._inputs.splits[0].sampler.tokens_per_iteration is not None
-        return self.latest.entry.totals.real_tokens if in_tokens and self.latest is not None else None
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
-        return self._labels is None or bool(self._labels)
-
     def flops(self, count: float) -> float:
         """Floating-point operations of the latest training iteration, from their number over whole samples.
 
@@ -191,17 +182,26 @@ class RunLog:
         totals = self.latest.entry.totals
         micro_batches = "+".join(map(str, totals.micro_batches))
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
+        in_tokens = self._inputs.splits[0].sampler.tokens_per_iteration is not None
+        size = f" tokens: {totals.real_tokens} |" if in_tokens else ""
         sums = self._task_losses.read(whole=True)
         by_task = {task: total / count for task, (total, count) in sums.items()}
         self._host.write_task_losses(by_task, self.latest.entry.iteration + 1)
         tasks = (" %s: %.6E |" * len(by_task)) % (*chain.from_iterable(by_task.items()),)  # half the time of f-strings
         return (
-            f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
+            f"{size} micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
             f" {self._stage} predicted (ms): {self._predicted(self.latest.entry)} |"
             f" {self._stage} measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
-            f" plan wait (ms): {self.latest.waited_seconds * 1e3:.1f} |{cut}"
+            f" plan wait (ms): {self.latest.waited_seconds * 1e3:.1f} |{cut}{self._without_loss()}"
             + (f"\n loss by task |{tasks}" if tasks else "")
         )
+
+    def _without_loss(self) -> str:
+        """That there is no loss, which Megatron's line leaves out; empty where there is one."""
+        if self._labels is not None and not self._labels:
+            return " no token of this batch counts |"
+        totals = [report[LOSS_NAME].flatten()[0] for report in self._reports if LOSS_NAME in report]
+        return "" if not totals or math.isfinite(torch.stack(totals).sum()) else " the loss is not a number |"
 
     def _predicted(self, entry: StageEntry) -> str:
         """The predicted time of this stage's passes, or that computed costs do not predict this machine."""

@@ -31,6 +31,15 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
     assert losses[-1] < losses[0]
 
 
+def test_the_run_s_line_says_what_megatron_s_leaves_out(data, tmp_path):
+    flags = "--train-iters 3 --lr 1e30 --no-check-for-nan-in-loss-and-grad --tokens-per-global-batch 400"
+    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report")
+    lines = re.findall(r"^ iteration (\d) planned: tokens: \d+ \| micro-batches: .*$", run["stdout"], re.MULTILINE)
+    assert lines == ["1", "2", "3"]
+    assert "the loss is not a number |" in run["stdout"].partition(" iteration 3 planned:")[2]
+    assert "the loss is not a number |" not in run["stdout"].partition(" iteration 2 planned:")[0]
+
+
 @pytest.mark.slow
 def test_samples_may_have_more_than_65536_positions(tmp_path):
     """In pieces and whole: costs of rows had a grid that was too long."""
