@@ -53,6 +53,7 @@ class Script(Host):
         self.seed = config.sampler.seed
         self.log_interval = config.log_interval
         self.reserves_all_memory = config.reserves_all_memory
+        self.corrects = config.corrects
         self.flops_of_label = label_flops(config.planner, config.shape)
         self._args = args
         self._records: Sequence[CheckpointRecords] = ()

@@ -108,6 +108,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
         layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
         reserves_all_memory=args.dynapipe_reserve_all_memory,
+        corrects=args.dynapipe_correct == "on",
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         plans_chunks=_plans_chunks(args),
         optimizer=optimizer_in_words(args.optimizer),

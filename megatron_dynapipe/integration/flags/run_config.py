@@ -88,6 +88,7 @@ class RunConfig:
             are not to be.
         layer_costs: arguments that layers' costs depend on.
         reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
+        corrects: whether plans follow how long passes take.
         plans_layer_split: whether the layers per stage are yet to be planned.
         plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
         optimizer: which one makes steps, in words.
@@ -117,6 +118,7 @@ class RunConfig:
     calibrate_s: float
     layer_costs: Mapping[str, str]
     reserves_all_memory: bool
+    corrects: bool
     plans_layer_split: bool
     plans_chunks: bool
     optimizer: str

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_dynapipe.choosing.limits import described, limits
 from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -24,6 +25,7 @@ from megatron_dynapipe.report.records import IterationRecord, RunRecord
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.planned_splits import check_unchanged, split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.store.entry import StageEntry
@@ -40,6 +42,7 @@ class RunLog:
         longest: the shape that a run without planning would pad every sample to.
         stage: this rank's.
         stages: of the pipeline.
+        measured: takes what was measured of an iteration, once it is known.
 
     Attributes:
         latest: the latest training iteration; None before the first.
@@ -55,8 +58,10 @@ class RunLog:
         longest: Shape,
         stage: int,
         stages: int,
+        measured: Callable[[PlannedIteration, Sequence[Event]], None] | None = None,
     ) -> None:
         self._host = host
+        self._measured = measured
         self._inputs = inputs
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         self._stage = "last stage" if stage == stages - 1 else "first stage" if stage == 0 else f"stage {stage + 1}"
@@ -91,11 +96,25 @@ class RunLog:
             control.collect,
             rank=control.rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            write_metrics=host.write_metrics,
+            write_metrics=self._write_metrics,
             memory=functools.partial(memory_counts, host.device),
             reserves_all=host.reserves_all_memory,
             with_limits=self._with_limits,
         )
+
+    def _write_metrics(self, item: PlannedIteration, events: Sequence[Event]) -> None:
+        self._host.write_metrics(item, events)
+        if self._measured is not None:
+            self._measured(item, events)
+
+    def add_correction(self, correction: Correction) -> None:
+        """Costs are corrected from an iteration on."""
+        self._recorder.add_correction(correction)
+
+    def say_on_first(self, text: str) -> None:
+        """Say a line on rank 0."""
+        if torch.distributed.get_rank() == 0:
+            say(text)
 
     def add_start(self, spent: str | None) -> None:
         """Once the first iteration is over: where the time since the launch went; None if that has been told."""

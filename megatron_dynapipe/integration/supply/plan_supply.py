@@ -29,6 +29,7 @@ from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
@@ -108,6 +109,18 @@ class PlanSupply:
         with contextlib.suppress(StoreError):  # of a run that ends before the planner has compared them
             _, gain = self._store.wait_any([self._keys.gain], timeout_s=_GAIN_S, what="what plans gain")
         return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
+
+    def correct(self, correction: Correction) -> bool:
+        """Plan with corrected costs from an iteration on that nobody has asked for; every rank calls it.
+
+        Returns whether planners can know them: without them, costs stay as they are.
+        """
+        told = self._control.rank == 0 and self._source is not None and self._source.publish(correction)
+        if self._control.broadcast_text("told" if told else "") != "told":
+            return False
+        if self._source is not None:
+            self._source.correct(correction)
+        return True
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
         """One split's iterations for this rank, prefetched until the block ends."""
