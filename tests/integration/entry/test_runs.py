@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megatron_dynapipe.tools.report.run import read_run
 from tests.helpers.entry_scripts import ROOT, train
 from tests.helpers.random_dataset import make_dataset
 
@@ -38,6 +39,19 @@ def test_the_run_s_line_says_what_megatron_s_leaves_out(data, tmp_path):
     assert lines == ["1", "2", "3"]
     assert "the loss is not a number |" in run["stdout"].partition(" iteration 3 planned:")[2]
     assert "the loss is not a number |" not in run["stdout"].partition(" iteration 2 planned:")[0]
+
+
+def test_plans_follow_what_passes_take(data, tmp_path):
+    """Costs computed for another device have stages' forward and backward passes in another ratio than this machine."""
+    flags = "--pipeline-model-parallel-size 2 --train-iters 28 --dynapipe-lookahead 1"
+    runs = train("gpt", data, flags, ranks=2, report=tmp_path / "on")
+    first = re.search(r"^costs from iteration (\d+) on: .* × \d\.\d\d", runs[0]["stdout"], re.MULTILINE)
+    assert first is not None and 18 < int(first[1]) < 26
+    records = {r.iteration: r.corrections for r in read_run(tmp_path / "on").iterations}
+    assert [bool(records[iteration]) for iteration in (0, int(first[1]) - 2, int(first[1]) - 1, 27)] == [0, 0, 1, 1]
+    off = train("gpt", data, f"{flags} --dynapipe-correct off", ranks=2, report=tmp_path / "off")
+    assert not any(r.corrections for r in read_run(tmp_path / "off").iterations)
+    assert off[-1]["losses"] == pytest.approx(runs[-1]["losses"], rel=1e-5)
 
 
 @pytest.mark.slow
