@@ -308,7 +308,7 @@ def _gain(tuning: Tuning, args: argparse.Namespace) -> list[str]:
     if not (lines := gain_of(tuning, NAMES)):
         return []
     best = tuning.layouts[0]
-    lines.append(f"why: {best.of_limits} (the best plan, of the first batch)")
+    lines.append(f"why: stages run passes {1 - (best.idle or 0.0):.0%} of the best plan's time")
     learned_all = args.data is not None and not trains_in_bridge(args) and not args.model.is_encoder_decoder
     batches = chosen_batches(args)
     if not learned_all or any(batch.labels is not None for batch in batches) or tuning.gain is None:

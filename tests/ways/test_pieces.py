@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.least_work import LeastWork
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
@@ -382,7 +382,8 @@ def test_samples_may_be_as_long_as_a_grid(positions) -> None:
     planner = planner_of(settings(memory_limit_bytes=80 * 10**9, **layout), costs)
     made = planner.plan(batch([positions + 1, 300]), 0)
     assert sorted({n for mb in made.replicas[0].micro_batches for n in mb.sample_ids}) == [100, 101]
-    assert 0 < limits(planner, batch([positions + 1, 300]), made).devices <= made.totals.predicted_ns
+    work = LeastWork(planner, planner.samples(batch([positions + 1, 300])))
+    assert 0 < work.everywhere(work.times()) <= made.totals.predicted_ns
 
 
 def test_a_longer_sample_is_refused_by_its_length() -> None:

@@ -50,7 +50,6 @@ class Recorder:
         write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
-        with_limits: adds to a record where the iteration's time went; called at the end, on rank 0.
 
     Attributes:
         at_peak_ns: what the record of the iteration that was added last is to say.
@@ -69,7 +68,6 @@ class Recorder:
         write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
-        with_limits: Callable[[IterationRecord], IterationRecord] = lambda record: record,
     ) -> None:
         self._folder = folder
         self._rank = rank
@@ -80,7 +78,6 @@ class Recorder:
         self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all = reserves_all
-        self._with_limits = with_limits
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -190,7 +187,7 @@ class Recorder:
             return
         records: list[IterationRecord | StageRecord] = []
         if item.entry.stage_plan.stage == 0:
-            records.append(self._iteration_record(item, events, memory, last=last))
+            records.append(self._iteration_record(item, events, memory))
         if not self._has_run and self._rank == 0:
             self._file.add(self._run)
             self._has_run = True
@@ -222,9 +219,9 @@ class Recorder:
         return Between(list_ns=list_ns, reduced_ns=reduced_ns, stepped_ns=reduced_ns if stepped is None else stepped())
 
     def _iteration_record(
-        self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None, *, last: bool
+        self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None
     ) -> IterationRecord:
-        record = IterationRecord(
+        return IterationRecord(
             iteration=item.entry.iteration,
             measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
             predicted_ns=item.entry.totals.predicted_ns,
@@ -237,10 +234,6 @@ class Recorder:
             reserved_bytes=0 if memory is None else memory.reserved_bytes,
             allocator_retries=0 if memory is None else memory.retries,
         )
-        if last and self._rank == 0 and record.predicted_ns and record.measured_ns:
-            with self._never_failing("tell where the time of the last iteration went"):
-                record = self._with_limits(record)
-        return record
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
         if self._reserves_all:
