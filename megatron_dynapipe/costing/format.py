@@ -24,6 +24,10 @@ from megatron_dynapipe.costing.modules import Part
 from megatron_dynapipe.costing.shape import Experts
 from megatron_dynapipe.files import read_unpacked
 
+PROCESSOR_SHARE, REPEATS_SPREAD = "processor_share", "repeats_spread"
+"""Names under which a file's provenance says how quiet the machine was."""
+QUIET_SHARE, QUIET_SPREAD = 0.7, 0.25
+"""A machine is busy where passes have less of a processor, or half of their repeats lie further apart."""
 FORMAT = "dynapipe-cost-model/1"
 PACKED_FORMAT = "dynapipe-cost-model/2"
 """The format of files with costs of packed rows; without them a file is of the first format."""
@@ -370,3 +374,13 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
     if not points:
         raise CostModelError(f"{where}: the table is empty")
     return points
+
+
+def noise(file: CostFile) -> str | None:
+    """How busy the machine was with other work while a file was measured; None where it was quiet, or is not known."""
+    share, spread = (file.provenance.get(name) for name in (PROCESSOR_SHARE, REPEATS_SPREAD))
+    if isinstance(share, float) and share < QUIET_SHARE:
+        return f"its passes had a processor for {share:.0%} of the time"
+    if isinstance(spread, float) and spread > QUIET_SPREAD:
+        return f"repeats of a pass are {spread:.0%} apart"
+    return None

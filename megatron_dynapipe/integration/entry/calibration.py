@@ -27,8 +27,7 @@ from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute, amount
 from megatron_dynapipe.costing import TableCostModel
-from megatron_dynapipe.costing.check import noise
-from megatron_dynapipe.costing.format import CostFile
+from megatron_dynapipe.costing.format import CostFile, noise
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags import machine

@@ -14,7 +14,7 @@ from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Recompute, Shape
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.check import noise, validated_errors
+from megatron_dynapipe.costing.check import validated_errors
 from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind
 from megatron_dynapipe.costing.format import (
     FORMAT,
@@ -25,6 +25,7 @@ from megatron_dynapipe.costing.format import (
     PackedPart,
     Points,
     key_of,
+    noise,
 )
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.tabulate import LONGEST_ROW, fitted_entry
