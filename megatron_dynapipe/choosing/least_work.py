@@ -12,11 +12,10 @@ import numpy as np
 
 from megatron_dynapipe.choosing.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.core.batch import Samples
-from megatron_dynapipe.core.costs import CostTables, Floats, Quantity
+from megatron_dynapipe.core.costs import CostTables, Floats, ModelState, Quantity
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import IntArray
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout
-from megatron_dynapipe.costing.state import ModelState
 from megatron_dynapipe.ways.pieces import can_cut
 
 MOST_LENGTHS = 400

@@ -110,23 +110,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if best.predicted_ms is not None else 1
 
 
-class _Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run whose layout is chosen at its start: what its plans are made from on one rank, and the layouts to try."""
-
-    inputs: PlanInputs
-    space: Space
-
-
 def _of_run(args: argparse.Namespace) -> int:
-    """Print the best layouts of a run's own first batches."""
+    """Print the best layouts of a run, by what its plans are made from on one rank: a file of that and of the space."""
     try:
-        run = msgspec.json.decode(args.of_run.read_bytes(), type=_Run)
+        inputs, space = msgspec.json.decode(args.of_run.read_bytes(), type=tuple[PlanInputs, Space])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{args.of_run} is no file of a run: {error}") from error
-    inputs = run.inputs
     sampler = split_sampler(Path(inputs.data_folder), inputs.splits[0])
     batches = [sampler.batch(at) for at in range(min(args.limit, sampler.batches.count or args.limit))]
-    tuning = tune(inputs.planner, inputs.costs.load(), batches, run.space, top=args.top)
+    tuning = tune(inputs.planner, inputs.costs.load(), batches, space, top=args.top)
     print_json({"format": FORMAT, "layouts": tuning.layouts})
     return 0 if tuning.layouts[0].predicted_ms is not None else 1
 

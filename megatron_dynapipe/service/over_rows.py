@@ -1,10 +1,10 @@
 """What plans gain on a run's own layout over packed rows as other trainers make them, of one batch."""
 
 from megatron_dynapipe.choosing.planners import planner_over
+from megatron_dynapipe.core.batch import GlobalBatch
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
 
 NOTHING = 0.02

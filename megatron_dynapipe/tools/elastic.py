@@ -70,12 +70,6 @@ class ElasticLayout(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
 
 
-class _Tuning(msgspec.Struct, frozen=True):
-    """The part of what `tune --json` prints that is read."""
-
-    layouts: tuple[ElasticLayout, ...]
-
-
 _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
 
@@ -305,7 +299,7 @@ def tuned(inputs: PlanInputs, space: Mapping[str, object], *, deadline_s: float)
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
-        path.write_bytes(msgspec.json.encode({"inputs": inputs, "space": space}))
+        path.write_bytes(msgspec.json.encode([inputs, space]))
         command = [sys.executable, "-P", "-m", "megatron_dynapipe", "tune", "--of-run", str(path), "--json"]
         command += ["--data", inputs.data_folder, "--limit", str(BATCHES), "--top", "1"]
         costs = inputs.costs.path if isinstance(inputs.costs, MeasuredCosts) else "analytic"
@@ -313,7 +307,8 @@ def tuned(inputs: PlanInputs, space: Mapping[str, object], *, deadline_s: float)
         environment = os.environ | {"PYTHONPATH": package_path()}
         _, lines = run_guarded(command, deadline_s=deadline_s, env=environment)
     if found := [line for line in lines if line.startswith("{")]:
-        return msgspec.json.decode(found[-1], type=_Tuning).layouts[0]
+        layouts = msgspec.json.decode(found[-1], type=dict[str, msgspec.Raw])["layouts"]
+        return msgspec.json.decode(layouts, type=tuple[ElasticLayout, ...])[0]
     said = {name: text for name, _, text in (line.partition(": ") for line in lines)}
     raise ConfigError(
         f"no layout of {space['devices']} ranks could be chosen: {said.get('error', f'not in {deadline_s:.0f} s')}",

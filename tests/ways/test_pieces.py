@@ -19,10 +19,14 @@ from megatron_dynapipe.core.costs import (
     EXPERT_MLP,
     HEAD,
     MLP,
+    PEAK_UNIT,
     PREFIX_UNIT,
     CostTables,
+    Division,
     IntArray,
+    Peak,
     Quantity,
+    Rates,
 )
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanningError
 from megatron_dynapipe.core.network import CUDA_RULES
@@ -38,7 +42,6 @@ from megatron_dynapipe.costing import (
     TableCostModel,
     even_layer_split,
 )
-from megatron_dynapipe.costing.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import decode_plan, encode

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import ScatterGather
