@@ -9,7 +9,6 @@ from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
-from megatron_dynapipe.service.over_rows import over_rows
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store.codec import encode_entries
 
@@ -53,15 +52,6 @@ class PlannedSplits:
         with self._drawing:  # samplers keep what they have drawn
             batch = sampler.batch(place)
         return encode_entries(self._planner.plan(batch, iteration, forward_only=evaluation is not None))
-
-    def over_rows(self) -> str:
-        """What plans gain over packed rows in the first training iteration, in words; empty where that is unknown."""
-        trained = next((split for split, evaluation in self._evaluations.items() if evaluation is None), None)
-        if trained is None:
-            return ""
-        with self._drawing:
-            batch = self._samplers[trained].batch(self._first[trained])
-        return over_rows(self._planner, batch)
 
 
 def drawn_by(files: Mapping[str, str]) -> dict[str, str]:
