@@ -33,7 +33,7 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
-from megatron_dynapipe.integration.flags.trackers import TRACKER
+from megatron_dynapipe.integration.flags.trackers import TRACKER, checkpoint_of, last_iteration
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
 from megatron_dynapipe.processes import end_with_launcher, package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
@@ -215,8 +215,6 @@ def delete_unfinished(folder: Path) -> None:
     Args:
         folder: of emergency checkpoints. Where its tracker cannot be read, nothing is deleted.
     """
-    from megatron_dynapipe.integration.entry.resume_record import checkpoint_of, last_iteration
-
     begun = last_iteration(folder, SAVING)
     complete = last_iteration(folder)
     path = checkpoint_of(folder, begun)

@@ -26,7 +26,7 @@ from megatron_dynapipe.integration.entry.failure import process_groups
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
-from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
+from megatron_dynapipe.integration.entry.resume_record import split_to_keep
 from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
 from megatron_dynapipe.integration.equip.built import decoder_only, t5_provider
 from megatron_dynapipe.integration.execution.step_functions import STEPS
@@ -188,7 +188,7 @@ def _settled(
         if run.planner.chunks != chunks:  # of several Megatron checks and settles more
             set_chunks(run.planner.chunks)
     clock.ends("layer split")
-    if (folder := resumed(run.checkpoints)) and folder.is_dir():
+    if (folder := run.checkpoints.resumed()) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     _preflight(run)
     _settle_evaluations(args, run)
@@ -221,7 +221,7 @@ def _preflight(run: RunConfig) -> None:
         check_run(run)
     elif start.reports_for_all():  # a node may have a folder of records of its own
         check_records(run.report_folder)
-    if folder := loaded(run.checkpoints):
+    if folder := run.checkpoints.loaded():
         check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)

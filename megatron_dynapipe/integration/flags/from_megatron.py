@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,10 +36,10 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     slices,
     split_backward,
 )
+from megatron_dynapipe.integration.flags.checkpoints import Checkpoints
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
-from megatron_dynapipe.integration.flags.model_record import model_fields, schedule_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
-from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes, expert_ranks
 from megatron_dynapipe.integration.models.positions import Positions
@@ -93,7 +92,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         ),
         files=read_meta(args.dynapipe_data).files,
         state=state_bytes(args),
-        checkpoints=_checkpoints(args, model),
+        checkpoints=Checkpoints(args, model.transformer_config()),
         in_checkout=args.use_dynapipe,
         rank=args.rank,
         device=device,
@@ -331,32 +330,4 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         long_samples=long,
         sides=meta.task_sides if side is None else (TruncationSide(side),),
         labels=not family.is_encoder_decoder and LossOn(loss_on) is LossOn.TARGETS,
-    )
-
-
-def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConfig:
-    transformer = model.transformer_config()
-    folder = getattr(args, "non_persistent_global_ckpt_dir", None)
-    kind = getattr(args, "non_persistent_ckpt_type", None)
-    loads_optimizer = not (args.finetune or args.no_load_optim)
-    tied = args.use_distributed_optimizer and not getattr(args, "dist_ckpt_optim_fully_reshardable", True)
-    return CheckpointConfig(
-        save=None if args.save is None else Path(args.save),
-        load=None if args.load is None else Path(args.load),
-        step=getattr(args, "ckpt_step", None),
-        non_persistent=kind == "global",
-        non_persistent_folder=None if folder is None else Path(folder),
-        local_folder=Path(args.non_persistent_local_ckpt_dir, str(args.rank)) if kind == "local" else None,
-        one_layout=tied or kind == "local" or args.ckpt_format != "torch_dist",
-        pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
-        allows_other_data=args.dynapipe_allow_other_data or args.finetune,
-        finetunes=args.finetune,
-        model=model_fields(transformer, args),
-        training=training_fields(transformer),
-        tokenizer=Path(str(args.tokenizer_model)),
-        schedule=schedule_fields(args),
-        keeps_schedule=loads_optimizer
-        and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler),
-        loads_optimizer=loads_optimizer,
-        optimizer=args.optimizer,
     )

@@ -13,57 +13,11 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import LayerSplit, ModelShape, PipelineLayout
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.integration.flags.checkpoints import Checkpoints
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
-
-    Attributes:
-        step: the iteration to load; None for the last.
-        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
-        non_persistent_folder: where; None for a folder inside `save`.
-        local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
-        one_layout: whether what Megatron saves loads only in the layout that saved it.
-        pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
-        allows_other_data: whether the data may be other than the checkpoint's.
-        finetunes: whether a model may begin from another one's weights (Megatron's --finetune).
-        model: what makes it this model, as `model_record` says.
-        training: how it is trained, as far as its configuration says so.
-        tokenizer: the vocabulary's file or folder.
-        schedule: what learning rates and weight decay follow, by the names of Megatron's scheduler.
-        keeps_schedule: whether Megatron refuses a checkpoint of another schedule.
-        loads_optimizer: whether Megatron takes the optimizer's states from the checkpoint.
-        optimizer: its kind.
-    """
-
-    save: Path | None
-    load: Path | None
-    step: int | None
-    non_persistent: bool
-    non_persistent_folder: Path | None
-    local_folder: Path | None
-    one_layout: bool
-    pretrained: Path | None
-    allows_other_data: bool
-    finetunes: bool
-    model: Mapping[str, str]
-    training: Mapping[str, str]
-    tokenizer: Path
-    schedule: Mapping[str, str]
-    keeps_schedule: bool
-    loads_optimizer: bool
-    optimizer: str
-
-    def emergency_folder(self, checkpoints: Path) -> Path | None:
-        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
-        if not self.non_persistent:
-            return None
-        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +56,7 @@ class RunConfig:
     inputs: PlanInputs
     files: Mapping[str, FileDigests]
     state: StateBytes
-    checkpoints: CheckpointConfig
+    checkpoints: Checkpoints
     in_checkout: bool
     rank: int
     device: torch.device

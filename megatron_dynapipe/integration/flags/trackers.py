@@ -4,6 +4,7 @@ is none, it begins anew, over the checkpoints that are there.
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_dynapipe.checkout.version import found_version
@@ -92,3 +93,27 @@ def _complete(folder: Path) -> list[str]:
     """Names of the checkpoints in a folder that were written to their end, the last one last."""
     folders = [*folder.glob(RELEASE), *sorted(folder.glob("iter_" + "[0-9]" * 7))]
     return [path.name for path in folders if any((path / name).is_file() for name in _WRITTEN_LAST)]
+
+
+def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
+    """The folder of the checkpoint of an iteration; None where there is none."""
+    return None if iteration is None else checkpoints / f"iter_{iteration:07d}"
+
+
+def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
+    """The iteration in a folder's tracker; None where there is no checkpoint, or a release, which is no run's."""
+    try:
+        return int(read_bounded(checkpoints / tracker, most_bytes=100))
+    except (OSError, ValueError):
+        return None
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The checkpoint that a folder's tracker names, which may be a release; None where it names none."""
+    last = last_iteration(checkpoints)
+    if last is not None:
+        return checkpoint_of(checkpoints, last)
+    with suppress(OSError):
+        if read_bounded(checkpoints / TRACKER, most_bytes=100).strip() == RELEASE.encode():
+            return checkpoints / RELEASE
+    return None

@@ -75,7 +75,7 @@ class ReferenceRun(ScriptRun):
         config = self.host.config
         split = config.inputs.splits[0]
         self.record.notes = [*long_samples(split_sampler(config.data, split), config.data, split)]
-        if config.checkpoints.pretrained is None:
+        if config.checkpoints.args.pretrained_checkpoint is None:
             (self.folder / "weights").mkdir()
             checkpoint.save(self._modules[0], self.folder / "weights")
         return iter(range(1_000_000)), None, None
