@@ -32,8 +32,8 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.integration.entry import failure
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER, checkpoint_of, last_iteration
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
-from megatron_dynapipe.integration.flags.trackers import TRACKER, checkpoint_of, last_iteration
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
 from megatron_dynapipe.processes import end_with_launcher, package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew

@@ -28,7 +28,7 @@ from megatron_dynapipe.core.errors import (
 )
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
-from megatron_dynapipe.integration.flags.trackers import last_iteration
+from megatron_dynapipe.integration.flags.checkpoints import last_iteration
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks

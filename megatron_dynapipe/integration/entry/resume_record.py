@@ -28,9 +28,14 @@ from megatron_dynapipe.costing import LayerSplit, even_layer_split
 from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.flags.checkpoints import Checkpoints, last_local
+from megatron_dynapipe.integration.flags.checkpoints import (
+    TRACKER,
+    Checkpoints,
+    checkpoint_of,
+    last_iteration,
+    last_local,
+)
 from megatron_dynapipe.integration.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
-from megatron_dynapipe.integration.flags.trackers import TRACKER, checkpoint_of, last_iteration
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.settings import PlanInputs
 

@@ -133,7 +133,7 @@ def _checked(
     unchecked: list[tuple[argparse.Namespace, Sequence[argparse.Action]]] = []
 
     def noting(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-        flags.update(comparable(args, known))
+        flags.update(comparable(args))
         if fit is not None:
             fit(args, family, known)
         unchecked.append((copy.deepcopy(args), known))

@@ -16,7 +16,7 @@ from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute
 from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.costing.pattern import EXPERTS, kinds_of_pattern
 from megatron_dynapipe.integration.flags import machine, refusals
-from megatron_dynapipe.integration.flags.trackers import TRACKER, check_trackers
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER, check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels

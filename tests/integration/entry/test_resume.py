@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from megatron_dynapipe import digests
 from megatron_dynapipe.integration.entry.resume_record import NAME
-from megatron_dynapipe.integration.flags.trackers import TRACKER
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER
 from megatron_dynapipe.store import StoreServer
 from tests.helpers.entry_scripts import ROOT, script_of, train, words
 from tests.helpers.processes import rank_environment

@@ -14,8 +14,7 @@ from megatron_dynapipe.integration.entry.resume_record import (
     ResumeRecord,
     check_resumed,
 )
-from megatron_dynapipe.integration.flags.checkpoints import Checkpoints
-from megatron_dynapipe.integration.flags.trackers import TRACKER
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER, Checkpoints
 
 RECORD = ResumeRecord(
     model={"hidden_size": "32", "vocabulary_size": "4096", "rotary_base": "10000"},

@@ -86,7 +86,7 @@ def added_tokens(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
     import msgspec
 
     from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-    from megatron_dynapipe.integration.flags.trackers import RELEASE
+    from megatron_dynapipe.integration.flags.checkpoints import RELEASE
 
     plain = source(Path(folder) / "llama", "llama")
     _, converted = there(plain, VOCABULARY + 30)
