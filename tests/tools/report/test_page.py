@@ -54,9 +54,6 @@ def test_the_page_says_what_ran_and_where_ranks_came_and_went(tmp_path):
         write_page(run, summarise(run.iterations, maximum=run.maximum), tmp_path / "page.html", title="morphed")
     )
     assert data["about"] == [["model", "m"], ["data", "d"], ["earlier start", "from iteration 1, 4 ranks"]]
-    charts = {chart["name"]: chart["layout"] for chart in data["charts"]}
-    assert [each["text"] for each in charts["loss"]["annotations"]] == ["1 rank"]
-    assert charts["loss"]["shapes"][0]["x0"] == 5 and "shapes" not in charts["memory"]
 
 
 def test_the_first_iteration_does_not_flatten_the_chart(tmp_path):
