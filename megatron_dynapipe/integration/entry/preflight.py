@@ -141,7 +141,7 @@ def _claim_report_folder(run: RunConfig) -> None:
             f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
             hint="pass --dynapipe-report-dir DIR",
         ) from error
-    if run.rank == 0:
+    if run.checkpoints.args.rank == 0:
         wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.timeout_s * LOCK_SHARE
         lock_folder(folder, wait_s=wait_s, of="records")
     check_records(folder)

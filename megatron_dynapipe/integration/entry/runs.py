@@ -177,7 +177,7 @@ def _settled(
     measured = None
     if run.calibrate_s > 0:
         from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
-        measured = calibration.measured_costs(run, words)
+        measured = calibration.measured_costs(run, args, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
         run = calibration.with_measured_costs(run, args)
@@ -192,7 +192,7 @@ def _settled(
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     _preflight(run)
     _settle_evaluations(args, run)
-    if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
+    if measured is not None and args.rank == 0 and measured.parent != run.report_folder.absolute():
         shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
     clock.ends("checks of data and memory")
     return run
@@ -222,10 +222,10 @@ def _preflight(run: RunConfig) -> None:
     elif start.reports_for_all():  # a node may have a folder of records of its own
         check_records(run.report_folder)
     if folder := run.checkpoints.loaded():
-        check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)
-    if run.rank == 0 and run.checkpoints.save is not None:
+    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
         lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 

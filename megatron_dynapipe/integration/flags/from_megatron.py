@@ -49,15 +49,6 @@ from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 
-_LAYER_COSTS = (
-    *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
-    "dynapipe_activation",
-    *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
-    *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
-    *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
-    *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
-)
-"""Arguments that layers' costs depend on."""
 _FIRST_BATCHES = 16
 """Batches by tokens whose mean number of samples stands for all."""
 
@@ -93,8 +84,6 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         files=read_meta(args.dynapipe_data).files,
         state=state_bytes(args),
         checkpoints=Checkpoints(args, model.transformer_config()),
-        in_checkout=args.use_dynapipe,
-        rank=args.rank,
         device=device,
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(args.dynapipe_store_url_file, os.environ),
@@ -105,16 +94,10 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
         calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
-        layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
-        reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         plans_chunks=_plans_chunks(args),
-        optimizer=optimizer_in_words(args.optimizer),
         notes=_notes(args, cluster, layouts, backward),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
-        log_interval=args.log_interval,
-        metrics_interval=args.tensorboard_log_interval,
-        checks_losses=args.check_for_nan_in_loss_and_grad,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_dynapipe.core.costs import EXPERT_MLP, MLP
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import LayerSplit, ModelShape, PipelineLayout
+from megatron_dynapipe.costing import LayerSplit, ModelShape
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags.checkpoints import Checkpoints
@@ -29,7 +29,6 @@ class RunConfig:
         files: digests of the dataset's files as its manifest had them when flags were read.
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
-        in_checkout: whether a patched checkout's own script runs, and builds its own model.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
@@ -40,16 +39,10 @@ class RunConfig:
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         calibrate_s: for how long layers are measured before training; 0 where there is a cost model file, or they
             are not to be.
-        layer_costs: arguments that layers' costs depend on.
-        reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
         plans_layer_split: whether the layers per stage are yet to be planned.
         plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
-        optimizer: which one makes steps, in words.
         notes: what the log says of the settings at the run's start.
         report_folder: where the run's records and pictures go.
-        log_interval: iterations between two lines of the log.
-        metrics_interval: iterations between two whose numbers are given to Megatron's writers.
-        checks_losses: whether a loss that is not finite ends training.
     """
 
     model: ModelConfig
@@ -57,8 +50,6 @@ class RunConfig:
     files: Mapping[str, FileDigests]
     state: StateBytes
     checkpoints: Checkpoints
-    in_checkout: bool
-    rank: int
     device: torch.device
     loss_on: LossOn | None
     store: StoreAddress | None
@@ -69,16 +60,10 @@ class RunConfig:
     ahead: int
     timeout_s: float
     calibrate_s: float
-    layer_costs: Mapping[str, str]
-    reserves_all_memory: bool
     plans_layer_split: bool
     plans_chunks: bool
-    optimizer: str
     notes: tuple[str, ...]
     report_folder: Path
-    log_interval: int
-    metrics_interval: int
-    checks_losses: bool
 
     @property
     def family(self) -> ModelFamily:
@@ -109,11 +94,6 @@ class RunConfig:
         """The same run, its layers split so, in as many virtual stages of a rank as that makes."""
         planner = self.planner.with_layers_per_stage(layer_split)
         return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
-
-    @property
-    def cut_layout(self) -> PipelineLayout | None:
-        """The layout of a GPT's layers, where one of them is divided."""
-        return self.planner.layout if self.planner.layout.cuts_layers else None
 
 
 def label_flops(planner: PlannerSettings, shape: ModelShape) -> float:
