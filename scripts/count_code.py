@@ -33,17 +33,19 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS: Mapping[str, float] = {
-    # To come down to 10 again: bounds of plans (choosing/), at 12.5, are to leave the package.
+    # To come down to 10 again.
     "tokens a line of the package": 10.05,
     # To come down to 9.5, by problem, scheduling and model first; the bound of lines leaves room for few more.
     "tokens a line of its core": 9.85,
     "lines of the longest function": 60,
     # To come down to 207: what is taught brought 8, steps and noise of `certify`, costs and tune 7, ways of the planner
-    # and ports 3, figures of one GPU and conversions 3; latent attention and windows 2, what modules are told 1.
-    "kinds of values": 225,
+    # and ports 3, figures of one GPU and conversions 3; latent attention and windows 2, what modules are told 1; the
+    # layout of an elastic start, which a process of its own chooses, 1.
+    "kinds of values": 226,
     "flags": 30,
     "files of the core": 26,
-    "lines of the core": 5_500,
+    # Records of costs, links and batches stand in it (200 lines), so that no reader is sent out.
+    "lines of the core": 5_720,
     "files it imports besides": 0,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

@@ -50,10 +50,6 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     not known."""
     corrections: tuple[tuple[int, int, int], ...] = ()
     """Percent of what costs say that the plan counted on, by virtual stage (`PlannerSettings.corrections`)."""
-    of_limits: str = ""
-    """Where the time of a start's last iteration went, as a sentence: by rank 0."""
-    time_shares: dict[str, float] = {}
-    """The same as shares of 1, by the names of `choosing.limits`."""
 
 
 class RunRecord(_Record, frozen=True, tag="run"):

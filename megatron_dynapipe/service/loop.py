@@ -20,7 +20,7 @@ import msgspec
 from megatron_dynapipe.core.errors import DynaPipeError, StoreError, StoreFullError, StoreTimeoutError
 from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
-from megatron_dynapipe.service.planned_splits import PlannedSplits
+from megatron_dynapipe.service.over_rows import ComparedSplits
 from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings
 from megatron_dynapipe.store import Store
 
@@ -87,7 +87,7 @@ class SplitWindow:
 class PlannerLoop:
     """Plans the iterations of all splits that are one planner's, until all are planned."""
 
-    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: Store) -> None:
+    def __init__(self, settings: ServiceSettings, source: ComparedSplits, store: Store) -> None:
         self._settings = settings
         self._source = source
         self._store = store

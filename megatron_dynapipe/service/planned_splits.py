@@ -13,7 +13,6 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
 from megatron_dynapipe.service.corrections import Correction
-from megatron_dynapipe.service.over_rows import over_rows
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store.codec import encode_entries
 
@@ -69,15 +68,6 @@ class PlannedSplits:
             settings = msgspec.structs.replace(self._inputs.planner, corrections=correction.percents)
             self._corrected = {correction.number: planner_of(settings, self._inputs.costs.load())}
         return self._corrected[correction.number]
-
-    def over_rows(self) -> str:
-        """What plans gain over packed rows in the first training iteration, in words; empty where that is unknown."""
-        trained = next((split for split, evaluation in self._evaluations.items() if evaluation is None), None)
-        if trained is None:
-            return ""
-        with self._drawing:
-            batch = self._samplers[trained].batch(self._first[trained])
-        return over_rows(self._planner, batch)
 
 
 def drawn_by(files: Mapping[str, str]) -> dict[str, str]:

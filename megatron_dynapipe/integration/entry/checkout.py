@@ -85,7 +85,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         optimizer_patches.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
-        _flags = comparable(args, _known)
+        _flags = comparable(args)
         settle = functools.partial(command_line.settle, args, ModelFamily.GPT, _known)
         start.start_together(settle, timeout_s=args.dynapipe_timeout_s, name="flags")
         compare = functools.partial(start.compare_flags, _flags, timeout_s=args.dynapipe_timeout_s)

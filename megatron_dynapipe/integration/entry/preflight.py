@@ -12,7 +12,6 @@ import torch
 
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, DataError, PlanningError
-from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
@@ -20,9 +19,10 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.supply.long_samples import long_samples
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder, say
 from megatron_dynapipe.report.starts import check_records
-from megatron_dynapipe.sampling import Sampler, read_task_ids
+from megatron_dynapipe.sampling import Sampler
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 
@@ -97,25 +97,6 @@ def _say(lines: Iterable[str]) -> None:
         say(line)
 
 
-def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
-    """Lines on samples of a split that are too long, and what training does without for it."""
-    report = sampler.report
-    most = sampler.settings.tokens_per_iteration
-    if report.long_samples:
-        names = read_meta(data).tasks
-        by_task = sampler.long_by_task(read_task_ids(data, split.name, report.samples)).items()
-        tasks = []
-        for task, (samples, lost) in by_task:
-            loss = f" ({amount(lost, 'target token')} lost)" if lost else ""
-            tasks.append(f"{names[task]} {samples}{loss}")
-        yield f"{report}; by task: {', '.join(tasks)}"
-    if report.over_batch:
-        yield (
-            f"{amount(report.over_batch, 'sample')} of more tokens than --tokens-per-global-batch {most}: each is an"
-            " iteration of its own"
-        )
-
-
 def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
     yield from long_samples(sampler, data, split)
     samples = sampler.settings.samples_per_iteration
@@ -141,7 +122,7 @@ def _claim_report_folder(run: RunConfig) -> None:
             f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
             hint="pass --dynapipe-report-dir DIR",
         ) from error
-    if run.rank == 0:
+    if run.checkpoints.args.rank == 0:
         wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.timeout_s * LOCK_SHARE
         lock_folder(folder, wait_s=wait_s, of="records")
     check_records(folder)

@@ -26,7 +26,7 @@ from megatron_dynapipe.integration.entry.failure import process_groups
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
-from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
+from megatron_dynapipe.integration.entry.resume_record import split_to_keep
 from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
 from megatron_dynapipe.integration.equip.built import decoder_only, t5_provider
 from megatron_dynapipe.integration.execution.step_functions import STEPS
@@ -133,7 +133,7 @@ def _checked(
     unchecked: list[tuple[argparse.Namespace, Sequence[argparse.Action]]] = []
 
     def noting(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-        flags.update(comparable(args, known))
+        flags.update(comparable(args))
         if fit is not None:
             fit(args, family, known)
         unchecked.append((copy.deepcopy(args), known))
@@ -177,7 +177,7 @@ def _settled(
     measured = None
     if run.calibrate_s > 0:
         from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
-        measured = calibration.measured_costs(run, words)
+        measured = calibration.measured_costs(run, args, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
         run = calibration.with_measured_costs(run, args)
@@ -188,11 +188,11 @@ def _settled(
         if run.planner.chunks != chunks:  # of several Megatron checks and settles more
             set_chunks(run.planner.chunks)
     clock.ends("layer split")
-    if (folder := resumed(run.checkpoints)) and folder.is_dir():
+    if (folder := run.checkpoints.resumed()) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     _preflight(run)
     _settle_evaluations(args, run)
-    if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
+    if measured is not None and args.rank == 0 and measured.parent != run.report_folder.absolute():
         shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
     clock.ends("checks of data and memory")
     return run
@@ -221,11 +221,11 @@ def _preflight(run: RunConfig) -> None:
         check_run(run)
     elif start.reports_for_all():  # a node may have a folder of records of its own
         check_records(run.report_folder)
-    if folder := loaded(run.checkpoints):
-        check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    if folder := run.checkpoints.loaded():
+        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)
-    if run.rank == 0 and run.checkpoints.save is not None:
+    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
         lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 

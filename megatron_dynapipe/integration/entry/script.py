@@ -51,9 +51,9 @@ class Script(Host):
         self.dtype = config.model.state_dtype
         self.weights_dtype = config.model.dtype
         self.seed = config.sampler.seed
-        self.log_interval = config.log_interval
-        self.reserves_all_memory = config.reserves_all_memory
-        self.corrects = config.corrects
+        self.log_interval = args.log_interval
+        self.reserves_all_memory = args.dynapipe_reserve_all_memory
+        self.corrects = args.dynapipe_correct == "on"
         self.flops_of_label = label_flops(config.planner, config.shape)
         self._args = args
         self._records: Sequence[CheckpointRecords] = ()
@@ -99,7 +99,7 @@ class Script(Host):
 
     def check(self, losses: Sequence[dict[str, Tensor]]) -> None:
         """As Megatron's own step functions check losses."""
-        if self.config.checks_losses:
+        if self._args.check_for_nan_in_loss_and_grad:
             check_losses(losses)
 
     def count_lengths(self, item: PlannedIteration) -> bool:
@@ -108,7 +108,7 @@ class Script(Host):
 
     def write_metrics(self, item: PlannedIteration, events: Sequence[Event]) -> None:
         """To Megatron's TensorBoard and Weights & Biases."""
-        write_metrics(item, events, platform=platform_of(self.device), interval=self.config.metrics_interval)
+        write_metrics(item, events, platform=platform_of(self.device), interval=self._args.tensorboard_log_interval)
 
     def write_task_losses(self, losses: Mapping[str, float], iteration: int) -> None:
         """Likewise."""

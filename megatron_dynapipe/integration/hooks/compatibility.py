@@ -4,7 +4,7 @@
     calls      the calls in Megatron's loop that lead to them
     patches    in a patched checkout, every call that the patches add
 
-A Megatron whose files are of no known release is accepted if all of this is there, and named in one line.
+Any Megatron that has all of this is accepted, whatever release it is.
 """
 
 import dis
@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
-from megatron_dynapipe.core.errors import PatchError, UnsupportedMegatronError
+from megatron_dynapipe.core.errors import UnsupportedMegatronError
 from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
-from megatron_dynapipe.outputs import say
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -77,7 +75,7 @@ PATCHES: tuple[Call, ...] = (
 
 @functools.cache
 def check() -> None:
-    """Check what every run relies on, once; rank 0 names a Megatron whose files are of no known release.
+    """Check what every run relies on, once.
 
     Raises:
         UnsupportedMegatronError: there is no Megatron, or something is not there or not as it must be; says all of it.
@@ -87,11 +85,6 @@ def check() -> None:
     if missing:
         raise UnsupportedMegatronError(
             f"Megatron {version} at {_place()} lacks what planned runs rely on: {'; '.join(missing)}", hint=INSTALL_HINT
-        )
-    if unknown := _unknown_files():
-        say(
-            f"notice: Megatron {version} at {_place()} is of no known release ({unknown}); what planned runs rely on"
-            " was checked and is there"
         )
 
 
@@ -149,12 +142,3 @@ def _functions(module: str) -> dict[str, types.CodeType]:
 def _place() -> str:
     folders = megatron_folders()
     return str(folders[0].parent) if folders else "?"
-
-
-def _unknown_files() -> str:
-    """The touched files that are of no known release; empty if all are known."""
-    folders = megatron_folders()
-    try:
-        return ", ".join(survey(folders[0].parent)[0].named(*UNKNOWN)) if folders else ""
-    except PatchError as error:
-        return error.message

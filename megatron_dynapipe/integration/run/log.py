@@ -5,12 +5,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-import msgspec
 import torch
 from megatron.core import parallel_state
 
-from megatron_dynapipe.choosing.limits import described, limits
-from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.costing.devices import peak_flops
@@ -21,12 +18,11 @@ from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.run.host import Host
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.report.records import IterationRecord, RunRecord
+from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts
 from megatron_dynapipe.service.corrections import Correction
-from megatron_dynapipe.service.planned_splits import check_unchanged, split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.store.entry import StageEntry
 
@@ -99,7 +95,6 @@ class RunLog:
             write_metrics=self._write_metrics,
             memory=functools.partial(memory_counts, host.device),
             reserves_all=host.reserves_all_memory,
-            with_limits=self._with_limits,
         )
 
     def _write_metrics(self, item: PlannedIteration, events: Sequence[Event]) -> None:
@@ -228,17 +223,6 @@ class RunLog:
             return "not calibrated"
         events = entry.stage_plan.predicted
         return f"{(events[-1].end_ns - events[0].start_ns if events else 0) / NS_PER_MS:.1f}"
-
-    def _with_limits(self, record: IterationRecord) -> IterationRecord:
-        """The record of an iteration of training with where its time went; under computed costs, its plan's time."""
-        check_unchanged(self._inputs)
-        planner = planner_of(self._inputs.planner, self._inputs.costs.load())
-        batch = split_sampler(self._host.sources.data, self._inputs.splits[0]).batch(record.iteration)
-        bounds = limits(planner, batch, planner.plan(batch, record.iteration))
-        measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
-        shares = bounds.shares(record.predicted_ns, *measured)
-        within = bounds.within(record.predicted_ns)
-        return msgspec.structs.replace(record, of_limits=described(shares, within), time_shares=shares)
 
     def flush(self) -> None:
         """Write the records that are left."""
