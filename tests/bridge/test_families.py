@@ -16,6 +16,8 @@ OF_EXPERTS = ("qwen3moe", "gptoss", "glm4moe", "deepseek3")
 ALL_ON = {"micro_batch_layouts": ("packed",), "slices": 16, "split_backward": "on"}
 PIECES = {"micro_batch_layouts": ("packed",), "slices": 16}
 SHARED = {"of_model": {"expert_model_parallel_size": 2}}
+NEMOTRON = "*-*E|*E*-"
+"""Its Mamba layers are refused."""
 LITTLE = {"memory_limit_mb": 4.0}
 """As `SEVERAL`, where ranks share experts."""
 TERMS = {
@@ -47,6 +49,8 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "terms two stages": (2, True, {"model": "glm4moe", **TWO, **SEVERAL, "of_model": TERMS}),
         "late planned": (1, True, {"model": "qwen3moe", "of_model": LATE}),
         "late shared": (2, True, {"model": "qwen3moe", **LITTLE, "of_model": LATE | SHARED["of_model"]}),
+        "nemotron": (2, False, {"model": "qwen3moe", "pattern": NEMOTRON, **TWO}),
+        "nemotron planned": (2, True, {"model": "qwen3moe", "pattern": NEMOTRON, **TWO, **SEVERAL, "forced": ALL_ON}),
         "saved": (1, True, {"model": "qwen3moe", "iterations": 2, "save": "saved"}),
         "lora": (2, False, {"model": "qwen3moe", "lora": "saved", **SHARED}),
         "lora planned": (2, True, {"model": "qwen3moe", "lora": "saved", **LITTLE, **SHARED}),
@@ -98,3 +102,10 @@ def test_the_term_of_the_iteration_before_is_the_same_of_any_plan(ran: dict[str,
 def test_adapters_of_experts_that_replicas_share(ran: dict[str, Any]) -> None:
     """On the same layout: each rank has an adapter of its own experts."""
     assert_same(last(ran, "lora planned"), last(ran, "lora"), within=EXACT)
+
+
+def test_a_hybrid_model_with_experts_trains_as_without_plans(ran: dict[str, Any]) -> None:
+    """From weights that Megatron draws, on each stage anew: on the same layout."""
+    planned = last(ran, "nemotron planned")
+    assert planned["packed"]
+    assert_same(planned, last(ran, "nemotron"), within=EXACT)

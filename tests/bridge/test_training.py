@@ -62,6 +62,7 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "resumed": (2, True, {"model": "llama", **TWO, **SEVERAL, "layers": "auto", "save": "saved"}),
         "half": (1, False, {"model": "llama", "half": True}),
         "half planned": (2, True, {"model": "llama", "half": True, **TWO, **ALL}),
+        "half, no kernel": (2, True, {"model": "llama", "half": True, **TWO, **SEVERAL, "broken": "no kernel"}),
         "hybrid": (2, False, {"model": "llama", "pattern": "*-*-|*-*-", **TWO}),
         "hybrid planned": (2, True, {"model": "llama", "pattern": "*-*-|*-*-", **TWO, **ALL}),
         "lora": (2, False, {"model": "llama", **TWO, "lora": "saved"}),
@@ -187,6 +188,16 @@ def test_rows_are_packed_in_half_precision(ran: dict[str, Any]) -> None:
     planned = last(ran, "half planned")
     assert planned["packed"]
     assert_same(planned, last(ran, "half"), within=HALF)
+
+
+def test_plans_have_no_pieces_where_no_kernel_takes_them(ran: dict[str, Any]) -> None:
+    """Which the first rank says; rows are packed all the same."""
+    said = "pieces of samples: off, since Transformer Engine has no fused attention for them"
+    assert [rank["seen"].get(said, 0) for rank in ran["half, no kernel"]] == [1, 0]
+    assert {rank["slices"] for rank in ran["half, no kernel"]} == {"off"}
+    assert last(ran, "half planned")["slices"] == 16
+    assert last(ran, "half, no kernel")["packed"]
+    assert_same(last(ran, "half, no kernel"), last(ran, "half"), within=HALF)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
