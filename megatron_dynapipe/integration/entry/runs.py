@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,13 +25,12 @@ from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
-from megatron_dynapipe.integration.equip.experts import equip_experts
+from megatron_dynapipe.integration.equip.built import DecoderOnly, decoder_only, t5_provider
 from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import gpt_step, t5_step
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.run.start_clock import StartClock
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
@@ -54,16 +54,23 @@ def t5_run(
     clock = StartClock()
     args, config, flags = _checked(ModelFamily.T5, fit, clock)
     run = run_type(Script(config, args), clock=clock)
-    provider = _agreeing(t5_provider(config.model, config.planner.layout), flags, config)
-    arguments = _pretrain_arguments(args, run, provider, t5_step)
+    build = t5_provider(config.model, config.planner.layout)
+    hooks = _before_wrapping(run, flags)
+
+    def provider(**stage: Any) -> Any:
+        chunks = [build(**stage)]
+        for hook in hooks:
+            hook(chunks)
+        return chunks[0]
+
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
-    return run, arguments | ranks
+    return run, _pretrain_arguments(args, run, t5_step) | ranks | {"model_provider": provider}
 
 
 def gpt_run(
     fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
 ) -> tuple[ScriptRun, dict[str, Any]]:
-    """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
+    """Megatron's own GPT, or its HybridModel, which its loop builds, from the command line; as `t5_run`."""
     clock = StartClock()
     args, config, flags = _checked(ModelFamily.GPT, fit, clock)
     layout = config.planner.layout
@@ -71,45 +78,43 @@ def gpt_run(
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, layout.layers_per_stage)
     run = run_type(Script(config, args), clock=clock)
-    model = config.model
-    build = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
-
-    def provider(**stage: Any) -> Any:
-        chunk = build(**stage)
-        equip_experts([chunk], saved=True)
-        return chunk
-
-    return run, _pretrain_arguments(args, run, _agreeing(provider, flags, config), gpt_step)
+    model = decoder_only(config.model, layout)
+    model.pre_wrap_hooks += _before_wrapping(run, flags)
+    return run, _pretrain_arguments(args, run, gpt_step, model)
 
 
 RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
 
 
 def _pretrain_arguments(
-    args: argparse.Namespace, run: ScriptRun, provider: ModelProvider, step: ForwardStep
+    args: argparse.Namespace, run: ScriptRun, step: ForwardStep, model: DecoderOnly | None = None
 ) -> dict[str, Any]:
-    """The keyword arguments of Megatron's `pretrain`: 0.18 and 0.19 have them in different orders."""
+    """The keyword arguments of Megatron's `pretrain`, which builds `model`, or asks a provider for one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ModelConfig", module="megatron")  # which a T5 does not have
+        container = pretrain_cfg_container_from_args(args, model)
     return {
-        "cfg_container": pretrain_cfg_container_from_args(args),
+        "cfg_container": container,
         "train_valid_test_dataset_provider": run.datasets,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": step,
-        "model_provider": run.counting(provider),
     }
 
 
-def _agreeing(provider: ModelProvider, flags: Mapping[str, str], run: RunConfig) -> ModelProvider:
-    """A model provider before which ranks that no store connects compare their flags: now they have process groups."""
+def _before_wrapping(run: ScriptRun, flags: Mapping[str, str]) -> list[Callable[[list[Any]], list[Any]]]:
+    """What is done with built chunks before Megatron wraps them.
+
+    Ranks that no store connects compare their flags: now they have process groups.
+    """
     if not start.ranks_stand_alone():
-        return provider
+        return [run.count]
     compare = functools.cache(lambda: check_same_flags(flags, ControlGroup(timeout_s=run.timeout_s)))
 
-    @functools.wraps(provider)
-    def provide(*arguments: Any, **keywords: Any) -> Any:
+    def compared(chunks: list[Any]) -> list[Any]:
         compare()
-        return provider(*arguments, **keywords)
+        return chunks
 
-    return provide
+    return [run.count, compared]
 
 
 def _checked(

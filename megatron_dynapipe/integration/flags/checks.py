@@ -91,6 +91,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         "--softmax-type learnable with --tensor-model-parallel-size",
         "this Megatron does not say that sinks are divided over the ranks, so that the gradient's norm would be wrong",
     )
+    yield (
+        bool(args.multi_latent_attention) and local and attention == "megatron",
+        "--multi-latent-attention",
+        "the heads of Megatron's local attention have one size; --dynapipe-attention sdpa has both",
+    )
     fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
     yield (
         bool(fixed),

@@ -158,10 +158,10 @@ SCRIPTS = (
 
 ENTRY_SCRIPTS = (
     Refusal(
-        "qk_l2_norm multi_latent_attention experimental_attention_variant use_transformer_engine_op_fuser"
-        " use_kitchen_attention use_grouped_gemm_for_dense_mlp is_hybrid_model heterogeneous_layers_config_path"
+        "experimental_attention_variant use_transformer_engine_op_fuser use_kitchen_attention"
+        " use_grouped_gemm_for_dense_mlp is_hybrid_model heterogeneous_layers_config_path"
         " heterogeneous_layers_config_encoded_json spec",
-        "the entry scripts build plain attention, MLP and norms",
+        "costs know softmax attention and layers that are alike",
     ),
 )
 """For models that the entry scripts build."""
@@ -192,6 +192,7 @@ T5 = (
     ),
     Refusal("init_model_with_meta_device", "weights that stages share are made equal as they are built"),
     Refusal("no_rope_freq", "it counts layers from the beginning of one stack, and a T5 has two"),
+    Refusal("multi_latent_attention qk_l2_norm", "its layers have plain attention"),
     Refusal("use_mup use_rope_scaling fp16_lm_cross_entropy", "the stages of a T5 do not look at it"),
 )
 """For a T5."""
