@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED, REFERENCE, compared
+from tests.bridge.test_families import SHARED, TERMS
 from tests.helpers.bridge_here import HAS_BRIDGE, in_bridge
 from tests.helpers.commands import ROOT, run_python
 from tests.helpers.random_dataset import make_dataset
@@ -61,13 +62,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = {"model": str(folder / "llama")}
     base = model | BASE | {"dataset": str(folder / "data"), "save": str(folder / "base")}
     made = [
-        jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": ["llama"]}, 1),
+        jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": ["llama", "glm4moe"]}, 1),
         jobs.Job(f"{RUNS}:train", base, 2),
     ]
     lora = model | TWO | {"lora": str(folder / "base"), "dora": True}
     for name, settings, precisions in (
         ("adapters", lora, (FP32,)),
         ("half", model | TWO | {"half": True}, (FP32, "bf16")),
+        ("experts", {"model": str(folder / "glm4moe"), "of_model": TERMS | SHARED["of_model"]}, (FP32,)),
     ):
         made += runs_of(folder / name, folder / "data", settings, precisions)
     run_all(made, folder)
@@ -94,13 +96,13 @@ def faulty(folder: Path) -> Path:
 
 
 @in_bridge
-@pytest.mark.parametrize("name", ["adapters", "half"])
+@pytest.mark.parametrize("name", ["adapters", "half", "experts"])
 def test_a_right_run_is_exact(folder: Path, name: str) -> None:
     checks = compared(folder / name)
     assert [check for check in checks if not check.holds] == []
     assert max(check.error for check in checks) > 0, "orders of sums differ"
     steps = ["updates", "first moments", "second moments"]
-    more = ["losses in bf16", "gradient norms in bf16"] if name == "half" else ["frozen weights"]
+    more = {"half": ["losses in bf16", "gradient norms in bf16"], "adapters": ["frozen weights"]}.get(name, [])
     assert [check.name for check in checks] == ["losses", "gradient norms", *steps, *more]
 
 
