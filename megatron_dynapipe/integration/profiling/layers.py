@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +23,7 @@ from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.data.segments import CutSegment, causal_mask
+from megatron_dynapipe.integration.equip.built import built_chunks, decoder_only
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
@@ -36,7 +36,6 @@ from megatron_dynapipe.integration.models.packed_rows import (
     attention_row,
     self_row,
 )
-from megatron_dynapipe.integration.models.providers import gpt_provider
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.integration.profiling.adapters import check as check_adapters
@@ -262,16 +261,15 @@ def _builder_of(model: ModelConfig) -> Build:
     """What builds layers as entry scripts do."""
     config = model.transformer_config()
     config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    experts_everywhere = model.experts and msgspec.structs.replace(model.experts, layers=())
 
     def build(layers: int, *, ends: bool = False, experts: bool = True) -> GPTModel:
         changed = copy.copy(config)  # each has its own switches of recomputation
         changed.num_layers = layers
+        changed.moe_layer_freq = 1
         if not experts:
             changed.num_moe_experts = None
-        built = replace(model, experts=experts_everywhere)
-        return gpt_provider(built)(ends, ends, config=changed, pg_collection=groups)
+        built: GPTModel = built_chunks(decoder_only(model, config=changed), ends)[0]
+        return built
 
     return build
 
