@@ -191,7 +191,13 @@ class Loop:
         for model in self.policy:
             model.zero_grad_buffer()
         update = of_policy(self.policy, update=True, **data)
-        return {"old": old["outputs"], "reference": reference["outputs"], "place": self.place, **update}
+        return {
+            "old": old["outputs"],
+            "reference": reference["outputs"],
+            "reference_everywhere": data["reference"],
+            "place": self.place,
+            **update,
+        }
 
     def _on_all_stages(self, result: dict[str, Any]) -> list[torch.Tensor]:
         """The last stage's outputs, on every rank of the pipeline."""

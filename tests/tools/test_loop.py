@@ -1,7 +1,10 @@
 """Planned passes in your own training loop train as Megatron's schedule does, and refuse what they would get wrong."""
 
 import itertools
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tests.helpers.layouts.compare import assert_close, errors_by_name, gradient
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.processes import RanksFailedError, run_ranks
 
+EXAMPLE = Path(__file__).parents[2] / "examples/policy_loop.py"
 RANKS = "tests.tools.loop_ranks"
 TOLERANCE = 1e-6
 OVER = {"attention": "megatron"}
@@ -74,6 +78,16 @@ def test_a_loop_trains_as_by_megatrons_schedule(layout, settings):
             assert_same_outputs(rank["found"]["planned"], outputs[rank["place"]])
             torch.testing.assert_close(rank["non_loss"], rank["found"]["planned"]["old"], rtol=0, atol=0)
     assert any(rank["non_loss"] for rank in ranks)
+
+
+def run_example(rank, world_size):
+    sys.path.insert(0, str(EXAMPLE.parent))
+    return runpy.run_path(str(EXAMPLE))["main"]()
+
+
+def test_the_example_learns():
+    *others, gains = run_ranks(run_example, 2)
+    assert others == [[]] and gains[-1] > gains[0] + 0.3
 
 
 def test_replicas_in_step_have_equal_numbers_of_micro_batches():
