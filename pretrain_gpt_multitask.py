@@ -22,14 +22,10 @@ def main() -> None:
     # After bootstrap: without a GPU, Megatron must be imported with the CPU platform in force.
     from megatron.training import pretrain
 
-    from megatron_dynapipe.integration.entry import runs
-    from megatron_dynapipe.integration.entry.failure import process_groups
-    from megatron_dynapipe.integration.hooks import replacements
+    from megatron_dynapipe.integration.entry.runs import planned
 
-    run, arguments = runs.gpt_run(fit_layout)
-    with process_groups(), run, replacements.installed(run):
+    with planned(ModelFamily.GPT, fit_layout) as arguments:
         pretrain(**arguments)
-        run.print_report()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks.executor.pairs import Iteration, add_arguments, measure, report
@@ -45,8 +45,7 @@ from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.execution.forward_backward import run_iteration
 from megatron_dynapipe.integration.execution.step_functions import gpt_step
 from megatron_dynapipe.integration.execution.transport import connect
-from megatron_dynapipe.integration.models.norms import LocalNorm
-from megatron_dynapipe.integration.models.specs import hybrid_stack
+from megatron_dynapipe.integration.models.specs import CoreAttention, hybrid_layers, with_classes
 from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from tests.helpers.plans import random_problem
@@ -62,11 +61,7 @@ def build(
     hybrid: bool = False,
 ) -> DistributedDataParallel:
     """Build a (virtual) stage; with varying shapes, Megatron's schedule sends each tensor's shape ahead of it."""
-    layer = get_gpt_layer_local_spec()
-    if attention is not None:
-        its = layer.submodules.self_attention
-        its = replace(its, submodules=replace(its.submodules, core_attention=attention))
-        layer = replace(layer, submodules=replace(layer.submodules, self_attention=its))
+    layer = with_classes(get_gpt_layer_local_spec(), {DotProductAttention: attention or DotProductAttention})
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     config = TransformerConfig(
@@ -84,13 +79,14 @@ def build(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=True,
+        transformer_impl="local",
         variable_seq_lengths=varying,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, experts or not
     )
     of_kind: Any = partial(GPTModel, transformer_layer_spec=layer)
     if hybrid:  # the same modules
         pattern = with_stages("*-" * options.layers, even_layer_split(2 * options.layers, stages * (chunks or 1)))
-        stack = hybrid_stack(layer, None, LocalNorm)
+        stack = hybrid_layers(config, CoreAttention.MEGATRON)
         of_kind = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern)
     model = of_kind(
         config=config,

@@ -1,4 +1,4 @@
-"""Costs of models' layers on this GPU, in bf16, as files that plans are made from: for `configs/costs/`.
+"""Costs of models' layers on this GPU, in bf16, as files that plans are made from.
 
     python benchmarks/gpu/measure.py --output FOLDER [--budget-s 240]
     python benchmarks/gpu/measure.py --output FOLDER --only t5_xxl               # the whole budget for this one
@@ -229,7 +229,7 @@ def measured(
         process = waiting or _started(options.device, logs / str(place))
         waiting = _started(options.device, logs / str(place + 1)) if place + 1 < len(items) else None
         seconds = (end - time.monotonic()) * item.wanted_s / sum(later.wanted_s for later in items[place:])
-        row = {"name": f"{prefix}-{item.name}", "outcome": "no time left"}
+        row = {"name": f"{prefix}-{item.name}", "model": item.name, "outcome": "no time left"}
         if seconds < (LEAST_S if options.device == "cuda" else 0):
             process.kill()
         else:

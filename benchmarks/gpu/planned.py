@@ -46,7 +46,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         longest: tokens of the longest sample that there may be, and of the longest target.
         stages: of the pipeline.
         vocabulary: tokens.
-        costs: a cost model file, its name, or "analytic".
+        costs: a cost model file, or "analytic".
         cluster: of `configs/clusters`.
         device: "cpu" or "cuda".
     """

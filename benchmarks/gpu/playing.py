@@ -121,26 +121,16 @@ class Stage:
 
 def _built(setup: Any, planned: Planned) -> list[Any]:
     """The (virtual) stages of this rank, with Megatron's own initial weights, wrapped by Megatron."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
-    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
+    from megatron_dynapipe.integration.equip.built import built_stages
 
     layout, run = planned.settings.layout, setup.args
-    provide = (
-        gpt_provider(setup.model, layout if layout.cuts_layers else None)
-        if setup.layout is None
-        else t5_provider(setup.model, setup.layout)
-    )
     models = []
-    for chunk in range(layout.chunks):
-        module = provide(
-            pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
-            post_process=parallel_state.is_pipeline_last_stage() and chunk == layout.chunks - 1,
-            vp_stage=chunk if layout.chunks > 1 else None,
-        ).to(device=setup.device, dtype=setup.model.dtype)
+    for chunk, stage in enumerate(built_stages(setup.model, layout)):
+        module = stage.to(device=setup.device, dtype=setup.model.dtype)
         config = get_model_config(module)
         whole = Float16Module(config, module) if run.bf16 else module
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)

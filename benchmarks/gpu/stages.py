@@ -5,14 +5,15 @@
 
 A LLaMA of 8B on 4 and 8 stages and a T5-XXL on 8, a batch of 65,536 tokens: planned, and in the packed rows of other
 trainers that are predicted fastest, with their best pipeline (`planned.py`). Each stage's model is built, and its own
-instruction list run by training's executor, with receives that are there and sends that go nowhere (`playing.py`). The
-first turn loads kernels; the passes of the second are timed by the device's events. The lists are then replayed by the
-planner's simulator with these times and the links' costs (`composed.py`). Printed are predicted and composed time, the
-errors of each kind of pass, memory planned and allocated beside parameters and gradients, and the ratio of both ways.
+instruction list run by training's executor, with receives that are there and sends that go nowhere (`playing.py`).
+The first turn loads kernels; the passes of four more are timed by the device's events, and medians count. The lists
+are then replayed by the planner's simulator with these times and the links' costs (`composed.py`). Printed are
+predicted and composed time, the errors of each kind of pass, memory planned and allocated beside parameters and
+gradients, and the ratio of both ways.
 
-FILE is written after every stage. Plans are made by processes side by side meanwhile. Costs are those of
-`configs/costs` for this GPU, else computed; on a CPU they are measured first. With --real each pipeline also runs in
-as many processes as it has stages, and its time stands beside the composed one.
+FILE is written after every stage. Plans are made by processes side by side meanwhile. Costs are those of the files that
+`--cost-model` names, else computed; on a CPU they are measured first. With --real each pipeline also runs in as many
+processes as it has stages, and its time stands beside the composed one.
 """
 
 import argparse
@@ -36,16 +37,14 @@ from benchmarks.gpu.composed import compose, errors, least, medians, predicted_t
 from benchmarks.gpu.machine import Budget, NotRunError, Processes, ProcessFailedError, provenance, run
 from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.config import cluster_file
 from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.memory import peak_bytes
 from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.costing import Network
-from megatron_dynapipe.costing.format import shipped
 from megatron_dynapipe.costing.links import Link
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-TURNS = {"cuda": 2, "cpu": 6}
+TURNS = {"cuda": 5, "cpu": 6}
 """The first of which does not count."""
 LEAST_S = 8.0
 """Below which no stage is begun."""
@@ -159,14 +158,7 @@ class Comparison:
 
     def _cases(self) -> list[Case]:
         costs = dict(pair.split("=", 1) for pair in self.options.cost_model)
-        names = shipped()
-        prefix = cluster_file(str(self._origin["device"]), of_kind=True)
-        words = [word for word in self.options.flags if word != "--"]
-        flags = flags_of(words)
-        engine = "-te" * (flags.get("transformer-impl") == "transformer_engine")
-        for model in ("llama3_8b", "t5_xxl"):
-            if (name := f"{prefix}-{model}{engine}") in names:
-                costs.setdefault(model, name)
+        flags = flags_of([word for word in self.options.flags if word != "--"])
         made = cases(self.folder, self.options.device, costs, small=self.options.small, flags=flags)
         chosen = self.options.only if self.options.only is not None else range(len(made))
         made = [case for place, case in enumerate(made) if place in chosen]

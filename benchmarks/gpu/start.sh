@@ -9,8 +9,12 @@ root=$(realpath -- "$(dirname -- "${BASH_SOURCE[0]}")/../..")
 if [[ ! -d $root/site ]]; then
     archives=("$root"/build/gpu.t?z)
     [[ -e ${archives[0]} ]] || { echo "error: expected $root/build/gpu.tgz, which carry.sh packs, found none" >&2; exit 2; }
-    folder=$(mktemp -d)
-    tar --extract --file "${archives[0]}" --directory "$folder"
+    folder=${TMPDIR:-/tmp}/dynapipe-$(sha256sum <"${archives[0]}" | cut --characters 1-16)  # kept while the machine is
+    if [[ ! -d $folder ]]; then
+        part=$(mktemp --directory "$folder-XXXX")
+        tar --extract --file "${archives[0]}" --directory "$part"
+        mv --no-target-directory "$part" "$folder" || [[ -d $folder ]]  # another call may have been faster
+    fi
     exec "$folder/dynapipe/benchmarks/gpu/start.sh" "$@"
 fi
 if [[ ! -e $root/COMPILED ]]; then

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.common import DEMO_DATA, ROOT
 from benchmarks.gpu.case import Case, Check, Figures, need_devices, need_engine, within
-from benchmarks.gpu.machine import NotRunError, ProcessFailedError
-from benchmarks.gpu.measure import KERNELS
+from benchmarks.gpu.machine import ProcessFailedError
+from benchmarks.gpu.measure import KERNELS, MEASURED
 from tests.helpers.layouts.layout import named
 
 RATIO = 1.02
@@ -98,13 +98,22 @@ def certificate(case: Case) -> Figures:
     return {"certify_s": time.monotonic() - began, worst["name"]: worst["error"], "allowed": worst["allowed"]}
 
 
-def script(case: Case, *, name: str, output: Path) -> Figures:
+def script(case: Case, *words: str, name: str, output: Path) -> Figures:
     """A script of this folder, which writes its own figures beside the report, after each."""
-    if not (path := ROOT / "benchmarks" / "gpu" / name).exists():
-        raise NotRunError(f"{path.name} is missing")
-    words = ["--device", case.device, *["--small"] * case.small, "--budget-s", f"{case.budget.left - END_S:.0f}"]
-    case.run(path, *words, "--output", output)
+    of_all = ["--device", case.device, *["--small"] * case.small, "--budget-s", f"{case.budget.left - END_S:.0f}"]
+    case.run(ROOT / "benchmarks" / "gpu" / name, *of_all, *words, "--output", output)
     return {"output": str(output)}
+
+
+def stages(case: Case) -> Figures:
+    """`stages.py`, with the costs that `measure.py` has measured well, now or in a call before with this report."""
+    report = case.output.with_suffix("") / "measure.json"
+    rows = json.loads(report.read_text())["costs"] if report.exists() else []
+    files = {row["model"]: report.with_name(f"{row['name']}.json") for row in rows if row["outcome"] == MEASURED}
+    costs = [f"{model}={path}" for model, path in files.items()]
+    words = ["--cost-model", *costs] if costs else []
+    output = case.output.with_name(f"{case.output.stem}-stages.json")
+    return script(case, *words, name="stages.py", output=output)
 
 
 def measurements(case: Case) -> Iterator[Check]:
@@ -133,5 +142,4 @@ def measurements(case: Case) -> Iterator[Check]:
 
 def composed(case: Case) -> Iterator[Check]:
     """One device in place of every stage in turn."""
-    output = case.output.with_name(f"{case.output.stem}-stages.json")
-    yield Check("one device for every stage", partial(script, name="stages.py", output=output), 270)
+    yield Check("one device for every stage", stages, 270)

@@ -69,17 +69,19 @@ class Cost:
         self.data, self.grids = load(path), {}
         self.key_channels = self.data["model"].get("heads", 0) * self.data["model"].get("kv_channels", 0)
 
-    def packed(self, tp, recompute, table, part, lengths, total, before=()):
+    def packed(self, tp, recompute, table, part, lengths, total, before=(), labels=None):
         """Sum of the samples' shares; lengths: one tuple per sample (what the table is indexed by).
 
         before: positions that earlier pieces of each hold, for tables that hold attention.
+        labels: positions of each that are run; None for all.
         """
         self(tp, recompute, table, part, 1, *lengths[0])
         share, memo = Shared(self.grids[tp, recompute, table, part]), {}
         for one, own in zip(lengths, total[1], strict=True):
             if (one, own) not in memo:
                 memo[one, own] = share(max(total[0] / own, 1.0), *one)
-        shares = sum(memo[one, own] for one, own in zip(lengths, total[1], strict=True))
+        run = [n / one[0] for n, one in zip(labels, lengths, strict=True)] if labels else itertools.repeat(1)
+        shares = sum(memo[one, own] * part for one, own, part in zip(lengths, total[1], run, strict=False))
         pairs = sum(2 * first * one[0] for one, first in zip(lengths, before, strict=False))
         return shares + (pairs * self.curvature(tp, recompute, table, part) if pairs else 0)
 
@@ -142,7 +144,8 @@ def packed_charge(cost, a, mb):
     def charged(table, part):
         name = part.split(".")[0]
         before = mb.get("before", ()) if name == "encoder" else ()
-        return cost.packed(a.tp, mb["recompute"], table, part, at[name], total, before)
+        labels = mb.get("labels") if name == "postprocess" else None
+        return cost.packed(a.tp, mb["recompute"], table, part, at[name], total, before, labels)
 
     return charged
 
@@ -150,7 +153,20 @@ def packed_charge(cost, a, mb):
 def padded_charge(cost, a, mb):
     size, e, d = mb["shape"]
     at = {"encoder": (e,), "decoder": (e, d), "postprocess": (d if a.model == "t5" else e,)}
-    return lambda table, part: cost(a.tp, mb["recompute"], table, part, size, *at[part.split(".")[0]])
+
+    def charged(table, part):
+        name = part.split(".")[0]
+        run = labelled(mb) if name == "postprocess" else 1
+        return cost(a.tp, mb["recompute"], table, part, size, *at[name]) * run
+
+    return charged
+
+
+def labelled(mb):
+    """The share of a micro-batch's positions that the last MLP, and the head, run."""
+    size, e, _ = mb["shape"]
+    positions = sum(x for x, _ in mb["positions"]) if mb.get("layout") == "packed" else size * e
+    return sum(mb["labels"]) / positions if mb.get("labels") else 1
 
 
 def attention_shares(cost, mb):
@@ -192,7 +208,17 @@ def stage_costs(layers, split, mb, hidden, share=None):
     me, md = 2 * size * e * hidden / 1e6, 2 * size * d * hidden / 1e6
     head = layers[-1][5:] or (0.0, 0.0)
     layers = [layer[:5] for layer in layers]
-    for part in parts_of(layers, split, lambda i: halves(layers[i], share, mb["recompute"])):
+
+    def cut(i):
+        attention, (forward, backward, *kept) = halves(layers[i], share, mb["recompute"])
+        run = labelled(mb) if i == len(layers) - 1 else 1
+        return attention, (forward * run, backward * run, *kept)
+
+    parts = parts_of(layers, split, cut)
+    if mb.get("labels") and split[-1] >= 1:
+        attention, mlp = cut(len(layers) - 1)
+        parts[-1][-1] = (attention[0] + mlp[0], attention[1] + mlp[1], *layers[-1][2:])
+    for part in parts:
         stored = peak = 0.0
         for layer in part:
             peak = max(peak, stored + layer[3])
@@ -234,6 +260,7 @@ def second_halves(cost, a, split, mb):
         time = charged("time_ms", kind + ".forward") / max(attention[kind] + mlp[kind] + inner[kind], 1)
         ends[kind] = (time * attention[kind], time * mlp[kind])
     halves = [half for kind in kinds for half in ends[kind]]
+    halves[-1] *= labelled(mb)
     starts = [round(2 * sum(split[:s])) for s in range(len(split) + 1)]
     return [sum(halves[first:end]) for first, end in itertools.pairwise(starts)]
 

@@ -75,7 +75,7 @@ def _add_dynamic_cp(compared: dict[str, Any], setting: str, batches: list[dict[s
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "batches.json"
         write(path, batches)
-        _, _, command, *words = arguments("compare", model, layout, path, device)
+        _, _, _, command, *words = arguments("compare", model, layout, path, device)
         times = dynamic_cp.milliseconds(build_parser(command).parse_args([command, *words]))
     ratios = []
     for batch, ms in zip(compared["batches"], times, strict=True):

@@ -35,6 +35,10 @@ to 2 h f.
 Divided backward passes: BI3 and BW3 in place of B3, BI first; the gradient leaves after BI. BW takes the layers'
 forward time by their linears' share of FLOPs, BI the rest, the head included. Stored activations stay until BW.
 
+Labels: a batch with `labels` says how many of each sample's last positions count. A plan with `"head": "labels"` runs
+the head and the last layer's MLP over these: both take their share of the time (of a padded micro-batch: of size x
+length). Activations are stored of all positions.
+
 Virtual stages: `layers_per_stage` has a number for each, in the order of the model; virtual stage v lies on device v
 modulo the devices, and its passes are F3.1 where it is the second of its device. Where a micro-batch's `recompute` is a
 list, it has a mode for each virtual stage.
@@ -129,6 +133,13 @@ def entries_of(a, batch, mb):
     return [[tuple(x) if isinstance(x, list) else (x, 0, positions_of(a, batch, x)[0]) for x in row] for row in rows]
 
 
+def labels_of(a, batch, entry):
+    """Positions with labels of a sample's piece: a sample's last ones."""
+    i, start, end = entry
+    whole, _ = positions_of(a, batch, i)
+    return max(0, end - max(start, whole - min(batch["labels"][i], whole)))
+
+
 def misfit(a, batch, mb):
     """What is wrong with a micro-batch, or None; packed rows get what their costs are made from."""
     rows = entries_of(a, batch, mb)
@@ -139,6 +150,8 @@ def misfit(a, batch, mb):
     is_piece = [end - start < most[0] for (_, start, end), most in zip(rows[0], whole[0], strict=True)]
     if any(is_piece) and (not packed or a.model != "gpt"):
         return "a piece of a sample outside a packed row of a gpt model"
+    if a.labels:
+        mb["labels"] = [labels_of(a, batch, entry) for row in rows for entry in row]
     if packed:
         mb["positions"] = [(end - start, most[1]) for (_, start, end), most in zip(rows[0], whole[0], strict=True)]
     if any(is_piece):
@@ -211,6 +224,9 @@ def check_and_score(a, cost, batch, plan):
     used, worst, peak_all, work, bound = [], 0.0, 0.0, 0.0, 0.0
     if plan.get("error"):
         return {"error": plan["error"]}
+    a.labels = plan.get("head") == "labels"
+    if a.labels and "labels" not in batch:
+        return {"error": "a head over labels alone, of a batch without labels"}
     if len(plan["replicas"]) != a.dp:
         return {"error": f"{len(plan['replicas'])} replicas, {a.dp} asked"}
     for r in plan["replicas"]:

@@ -6,24 +6,11 @@ from typing import Any
 
 def build(setup: Any) -> tuple[list[Any], Any]:
     """The (virtual) stages of this rank, wrapped by Megatron, and their optimizer."""
-    from megatron.core import parallel_state
-
+    from megatron_dynapipe.integration.equip.built import built_stages
     from megatron_dynapipe.integration.flags.from_megatron import run_config
-    from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 
-    if setup.layout is None:
-        provide = gpt_provider(setup.model, run_config(setup.args, setup.family).cut_layout)
-    else:
-        provide = t5_provider(setup.model, setup.layout)
-    chunks = setup.args.virtual_pipeline_model_parallel_size or 1
-    modules = [
-        provide(
-            pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
-            post_process=parallel_state.is_pipeline_last_stage() and chunk == chunks - 1,
-            vp_stage=chunk if chunks > 1 else None,
-        ).to(device=setup.device, dtype=setup.model.dtype)
-        for chunk in range(chunks)
-    ]
+    layout = setup.layout or run_config(setup.args, setup.family).planner.layout
+    modules = [stage.to(device=setup.device, dtype=setup.model.dtype) for stage in built_stages(setup.model, layout)]
     return wrapped(setup, modules)
 
 

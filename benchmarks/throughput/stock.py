@@ -21,8 +21,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.model import weights_of_products, wrapped
 from benchmarks.throughput.rows import equal_rows
-from megatron_dynapipe.integration.models.norms import local_norm
-from megatron_dynapipe.integration.models.specs import CoreAttention, local_layer
+from megatron_dynapipe.integration.models.specs import CoreAttention, run_classes, with_classes
 from tests.helpers.stock_megatron import forward_step, model_provider
 
 SIZES = (1, 2, 4)
@@ -33,8 +32,9 @@ def fastest_layer(device: torch.device) -> ModuleSpec:
     args = get_args()
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         return get_gpt_layer_with_transformer_engine_spec()  # rehearsed, not run on a GPU
-    norm = local_norm(normalization=args.normalization, sequence_parallel=args.sequence_parallel)
-    return local_layer(get_gpt_layer_local_spec(normalization=args.normalization), norm, CoreAttention.SDPA)
+    classes = run_classes(core_transformer_config_from_args(args), CoreAttention.SDPA)
+    layer: ModuleSpec = with_classes(get_gpt_layer_local_spec(normalization=args.normalization), classes)
+    return layer
 
 
 class StockJob(Job):

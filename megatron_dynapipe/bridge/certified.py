@@ -29,6 +29,7 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.failure import reported
 from megatron_dynapipe.integration.equip.experts import RouterTerms, equip_experts, finish_iteration, routers_of
 from megatron_dynapipe.integration.hooks.originals import Originals
+from megatron_dynapipe.integration.profiling.recipe import ON_ONE_STAGE
 from megatron_dynapipe.processes import end_with_launcher
 from megatron_dynapipe.tools.certify.flags import RATES
 from megatron_dynapipe.tools.certify.parameters import frozen_of, gradients_of, steps_of, weights_of
@@ -37,18 +38,10 @@ from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord
 from megatron_dynapipe.tools.certify.single_rows import Row, single_rows
 
 _ALONE: dict[str, Any] = {
+    **ON_ONE_STAGE,
     "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
-    "recompute_granularity": None,
 }
 """A model's layout in one process."""
 _ADAPTERS_RATE = 1e-2

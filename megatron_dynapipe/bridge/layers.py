@@ -21,7 +21,6 @@ from megatron_dynapipe.costing.pattern import layer_split_of_pattern, megatron_l
 from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves, modules_of_text
 from megatron_dynapipe.integration.flags.layer_split import first_batches, layers_of_config
 from megatron_dynapipe.sampling import GlobalBatch
-from megatron_dynapipe.service.over_rows import over_rows
 from megatron_dynapipe.service.settings import PlanInputs
 
 AUTO, RECIPE = "auto", "recipe"
@@ -99,15 +98,6 @@ def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
         return own, f"layers per stage: the recipe's, {_said(own)}; no others are predicted faster"
     gain = times[0] / times[1]
     return chosen, f"layers per stage: {_said(chosen)}, predicted {gain:.2f} times as fast as the recipe's {_said(own)}"
-
-
-def over_packed_rows(inputs: PlanInputs) -> str:
-    """What plans gain over packed rows on the same layers by the first batch, in words; empty without either plan."""
-    batches, _ = first_batches(Path(inputs.data_folder), inputs.splits[0].sampler)
-    try:
-        return over_rows(planner_of(inputs.planner, inputs.costs.load()), batches[0])
-    except PlanningError:
-        return ""
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, model_o
 from megatron_dynapipe.costing.adapters import Adapters, described
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
-from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
@@ -162,7 +161,7 @@ def recompute_modes(config: Any) -> tuple[Recompute, ...]:
 
 def _costs(config: Any, shape: ModelShape, file: Path | None, device: torch.device) -> MeasuredCosts | AnalyticCosts:
     if file is not None:
-        costs = MeasuredCosts(path=str(located(file).absolute()))
+        costs = MeasuredCosts(path=str(file.absolute()))
         check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
         return costs
     rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_dynapipe.bridge import samples
 from megatron_dynapipe.bridge.batches import bridge_batch
-from megatron_dynapipe.bridge.layers import choose, kept_config, laid_out, layers_of_checkpoint, over_packed_rows
+from megatron_dynapipe.bridge.layers import choose, kept_config, laid_out, layers_of_checkpoint
 from megatron_dynapipe.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.bridge.refusals import of_model
 from megatron_dynapipe.core.errors import DataError
@@ -54,13 +54,9 @@ class Recipe(Host):
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
         long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
-
-    Attributes:
-        gain: what plans are predicted to gain over packed rows, on the first rank; empty before the start.
     """
 
     loss_on: LossOn | None = None
-    gain = ""
 
     def __init__(
         self,
@@ -177,7 +173,6 @@ class Recipe(Host):
             for split in inputs.splits:
                 for line in long_samples(split_sampler(self.data, split), self.data, split):
                     say(f"{split.name}: {line}")
-            self.gain = over_packed_rows(inputs)  # which the planner says at its start
         ranks = (planner.data_parallel, planner.tensor_parallel, planner.pipeline_parallel)
         return {
             "model": f"{_kinds(models)} of Megatron-Bridge, {planner.layout.model.layers} layers",
@@ -253,6 +248,4 @@ class PlannedRecipe(Run):
         if not self._is_closed:
             self._is_closed = True
             self.print_report()
-            if self.host.gain:
-                say(self.host.gain)
             self.__exit__(None, None, None)

@@ -38,6 +38,8 @@ from megatron_dynapipe.costing.format import read_file
 from megatron_dynapipe.costing.pattern import layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
+from megatron_dynapipe.service.planned_splits import split_sampler
+from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.tools.rivals.methods import NAMES, TRAINERS, Longest, method_settings
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, Tuning, tune
 from megatron_dynapipe.tools.tuning.evaluate import Evaluator, StepRates
@@ -81,10 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--write-config", type=Path, metavar="FILE.yaml", help="write the best layout's flags there")
     add_export(parser)
     _add_validation_arguments(parser)
+    add("--of-run", type=Path, help=argparse.SUPPRESS)  # what a run with --dynapipe-elastic asks for (`tools.elastic`)
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune; 1 if no layout could be planned."""
+    if args.of_run is not None:
+        return _of_run(args)
     complete_model(args)
     _choose_cluster(args)
     if args.sequence_parallel is None:
@@ -103,6 +108,27 @@ def run(args: argparse.Namespace) -> int:
     if tuning.interrupted:
         return INTERRUPTED
     return 0 if best.predicted_ms is not None else 1
+
+
+class _Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run whose layout is chosen at its start: what its plans are made from on one rank, and the layouts to try."""
+
+    inputs: PlanInputs
+    space: Space
+
+
+def _of_run(args: argparse.Namespace) -> int:
+    """Print the best layouts of a run's own first batches."""
+    try:
+        run = msgspec.json.decode(args.of_run.read_bytes(), type=_Run)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{args.of_run} is no file of a run: {error}") from error
+    inputs = run.inputs
+    sampler = split_sampler(Path(inputs.data_folder), inputs.splits[0])
+    batches = [sampler.batch(at) for at in range(min(args.limit, sampler.batches.count or args.limit))]
+    tuning = tune(inputs.planner, inputs.costs.load(), batches, run.space, top=args.top)
+    print_json({"format": FORMAT, "layouts": tuning.layouts})
+    return 0 if tuning.layouts[0].predicted_ms is not None else 1
 
 
 def _choose_cluster(args: argparse.Namespace) -> None:

@@ -25,8 +25,10 @@ from megatron_dynapipe.core.units import Recompute
 LARGEST_RATE = 2**30
 PEAK_UNIT = 64
 """Integers of `Peak` in a byte, but for `once`."""
+WEIGHT_UNIT = 1024
+"""Integers of `WeightTime` in a ns, but for `once`."""
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
-_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
+_Once = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
 LayerKind = Literal["encoder", "decoder", "expert"]
 """The kind of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
 LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
@@ -50,10 +52,19 @@ class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """High-water mark of half a layer: bytes that it takes once, such as a weight's gradient, and in bytes /
     `PEAK_UNIT` `linear` by position, `inner` by position and key, `memory` by position of the encoder's output."""
 
-    once: _Bytes
-    linear: _Bytes
-    inner: _Bytes
-    memory: _Bytes = 0
+    once: _Once
+    linear: _Once
+    inner: _Once
+    memory: _Once = 0
+
+
+class WeightTime(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Time of a layer's weight gradients: ns that it takes `once`, and in ns / `WEIGHT_UNIT` `linear` by position,
+    `memory` by position of the encoder's output."""
+
+    once: _Once
+    linear: _Once
+    memory: _Once = 0
 
 
 AS_THE_LAYER = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
@@ -68,7 +79,8 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         stored: of activations: by the first attention stores its part of what the layer does, by the second the MLP.
         peak: of attention, and of the MLP; neither is above the layer's, which counts for both where this is None.
         parameters: of attention and of the MLP, in any unit.
-        weight_per_mille: time of weight gradients, in thousandths of the forward time of attention's linears and MLP.
+        weights: time of weight gradients; None where it was not measured: the forward time of attention's linears and
+            MLP, which multiply as often.
     """
 
     forward: Rates
@@ -76,7 +88,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stored: tuple[Rates, Rates]
     peak: tuple[Peak, Peak] | None = None
     parameters: tuple[_Rate, _Rate]
-    weight_per_mille: _Rate = 1000
+    weights: WeightTime | None = None
 
     def __post_init__(self) -> None:
         if not any(self.parameters):

@@ -28,9 +28,6 @@ FORMAT = "dynapipe-cost-model/1"
 PACKED_FORMAT = "dynapipe-cost-model/2"
 """The format of files with costs of packed rows; without them a file is of the first format."""
 
-COSTS = Path(__file__).resolve().parents[1] / "costs"
-"""Cost model files of the package, measured on GPUs; `configs/costs` of a checkout is the same folder."""
-
 UNITS = {
     "time": "ms for one layer (postprocess: once per model), one micro-batch, one tensor-parallel rank",
     "memory": "MB = 1e6 bytes",
@@ -200,27 +197,13 @@ def key_of(tensor_parallel: int, recompute: Recompute) -> str:
     return f"tp{tensor_parallel}_{recompute}"
 
 
-def shipped() -> list[str]:
-    """Names of the package's own cost model files, measured on GPUs."""
-    return sorted(file.name.partition(".json")[0] for file in COSTS.glob("*.json*"))
-
-
-def located(path: Path) -> Path:
-    """A cost model file; where there is none at the path, the package's of that name."""
-    if not path.exists() and str(path) in shipped():
-        return next(iter(COSTS.glob(f"{path}.json*")))
-    return path
-
-
 def read_file(path: Path) -> tuple[CostFile, bytes]:
-    """A cost model file (`.gz`: compressed), also by its name, and its bytes, unpacked; raises `CostModelError`."""
+    """A cost model file (`.gz`: compressed), and its bytes, unpacked; raises `CostModelError`."""
     try:
-        data = read_unpacked(located(path))
+        data = read_unpacked(path)
     except OSError as error:
-        names = ", ".join(shipped())
         raise CostModelError(
-            f"cannot read the cost model {path}: {error.strerror}",
-            hint="`megatron-dynapipe profile` makes one" + (f"; those by name are {names}" if names else ""),
+            f"cannot read the cost model {path}: {error.strerror}", hint="`megatron-dynapipe profile` makes one"
         ) from error
     return decode_file(data, origin=str(path)), data
 

@@ -9,9 +9,9 @@ own tables what is linear in positions is divided by linears, and attention of e
 
 A stage that begins with an MLP keeps that one's input where attention would have kept its own in its place.
 
-Weight gradients, the second half of a divided backward pass, multiply as often as linear layers' forward pass: they
-take the layer's forward without attention's inside, times what was measured of that. A layer that is recomputed in full
-is not divided.
+Weight gradients, the second half of a divided backward pass, take what was measured of them by themselves; without a
+measurement, as linear layers' forward pass multiplies as often, the layer's forward without attention's inside. A layer
+that is recomputed in full is not divided.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from megatron_dynapipe.core.costs import (
     Kind,
     Quantity,
 )
-from megatron_dynapipe.costing.division import PEAK_UNIT, Division, LayerKind, Peak, Rates
+from megatron_dynapipe.costing.division import PEAK_UNIT, WEIGHT_UNIT, Division, LayerKind, Peak, Rates
 
 _PARTS = 2**20
 """Shares are integers of this many parts, so that costs are the same on every machine."""
@@ -123,7 +123,7 @@ class Dividing:
             attention[quantity] = _part(layers[layer, quantity], self._attention_share(layer, rates))
             mlp[quantity] = _difference(layers[layer, quantity], attention[quantity])
         if self.weights:
-            weight = _part(layers[layer, Quantity.FORWARD], self._weight_share(layer, division))
+            weight = self._weight_times(layers, layer)
             attention[Quantity.WEIGHT] = _part(weight, self._attention_share(layer, division.forward, weights=True))
             mlp[Quantity.WEIGHT] = _difference(weight, attention[Quantity.WEIGHT])
         stored, peak = layers[layer, Quantity.STORED], layers[layer, Quantity.PEAK]
@@ -159,7 +159,7 @@ class Dividing:
             return
         division = self.divisions["expert"]
         if self.weights:
-            weight = _part(layers["expert", Quantity.FORWARD], self._weight_share("expert", division))
+            weight = self._weight_times(layers, "expert")
             mlp[Quantity.WEIGHT] = _difference(weight, attention[Quantity.WEIGHT])
         besides = _part(layers["expert", Quantity.STORED], self._attention_share("expert", division.stored[1]))
         mlp[Quantity.ENTRY_STORED] = _difference(attention[Quantity.STORED], besides)
@@ -178,15 +178,17 @@ class Dividing:
         attention = self._attention(layer, rates, inside=not weights)
         return np.asarray(np.rint(attention / np.maximum(attention + rates.mlp * positions, 1) * _PARTS), np.int64)
 
-    def _weight_share(self, layer: LayerKind, division: Division) -> IntArray:
-        """Weight gradients' share of a layer's forward, in parts: `[inputs, targets]`."""
+    def _weight_times(self, layers: Layers, layer: LayerKind) -> IntArray:
+        """What a layer's weight gradients take at every point, in ns; `ABSENT` where its forward is."""
+        forward = layers[layer, Quantity.FORWARD]
+        rates, known = self.divisions[layer].forward, self.divisions[layer].weights
         positions, keys, memory = self._positions(layer)
-        if not self.inside:
-            return np.full(positions.shape, _PARTS * division.weight_per_mille // 1000, np.int64)
-        rates = division.forward
+        if known is not None:
+            times = known.once + self.sizes * (known.linear * positions + known.memory * memory) / WEIGHT_UNIT
+            return np.where(forward == ABSENT, ABSENT, np.rint(times).astype(np.int64))
         linears = positions * (rates.linear + rates.mlp) + rates.memory * memory
-        share = linears / np.maximum(linears + rates.inner * positions * keys, 1) * division.weight_per_mille / 1000
-        return np.asarray(np.rint(share * _PARTS), np.int64)
+        inner = self.inside * rates.inner * positions * keys
+        return _part(forward, np.asarray(np.rint(linears / np.maximum(linears + inner, 1) * _PARTS), np.int64))
 
     def _positions(self, layer: LayerKind) -> tuple[Floats, Floats, Floats]:
         """A layer's own positions, its keys', and the encoder's output's, at every point: `[inputs, targets]` each."""

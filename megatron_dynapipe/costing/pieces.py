@@ -115,11 +115,11 @@ def _divide(
         )
         mlp[:, quantity] = np.rint((whole + prefix) * rest - whole * mlp_before)
         attention[:, quantity] -= mlp[:, quantity]
-        if quantity is Quantity.FORWARD and recompute is not Recompute.FULL:
+        # Weight gradients that were measured know nothing of keys; others have the forward's.
+        if quantity is Quantity.FORWARD and recompute is not Recompute.FULL and division.weights is None:
             linears_before = _shares(rates, positions, positions)[0]
-            weights = division.weight_per_mille / 1000
-            attention[:, Quantity.WEIGHT] = np.rint(weights * ((whole + prefix) * linears - whole * linears_before))
-            mlp[:, Quantity.WEIGHT] = np.rint(weights * mlp[:, quantity])
+            attention[:, Quantity.WEIGHT] = np.rint((whole + prefix) * linears - whole * linears_before)
+            mlp[:, Quantity.WEIGHT] = mlp[:, quantity]
     stored = attention[:, Quantity.STORED].copy()
     after_attention, alone = (1 - _shares(rates, positions, positions)[2] for rates in division.stored)
     mlp[:, Quantity.STORED] = np.rint(stored * after_attention)

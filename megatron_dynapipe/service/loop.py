@@ -145,6 +145,7 @@ class PlannerLoop:
             gain = self._source.over_rows()
         except DynaPipeError as error:
             gain = f"plans cannot be compared with packed rows: {error}"
+        self._store.put_all([(self._keys.gain, gain.encode())])
         if gain:
             logger.info("%s", gain)
 
@@ -157,7 +158,7 @@ class PlannerLoop:
             return
         keys = [key for split in self._splits for i in split.published_or_begun for key in self._keys_of(split, i)]
         if self._settings.planner == 0:
-            keys += [self._keys.progress(split.name) for split in self._splits]
+            keys += [self._keys.gain, *(self._keys.progress(split.name) for split in self._splits)]
         try:
             self._store.delete(keys)
         except StoreError as error:

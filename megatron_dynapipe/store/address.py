@@ -124,6 +124,11 @@ class PlanKeys:
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
 
     @property
+    def gain(self) -> str:
+        """Key of what plans gain over packed rows, in words."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:gain"
+
+    @property
     def error(self) -> str:
         """Key of the first planner failure of this job."""
         return f"dynapipe:{self.job}:error"

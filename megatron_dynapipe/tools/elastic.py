@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
@@ -27,16 +28,16 @@ from typing import Any, NoReturn
 import msgspec
 
 from megatron_dynapipe.config import early_flags
-from megatron_dynapipe.core.errors import ConfigError, InfeasibleError
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.integration.entry import failure
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
 from megatron_dynapipe.integration.flags.trackers import TRACKER
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
-from megatron_dynapipe.processes import end_with_launcher
+from megatron_dynapipe.processes import end_with_launcher, package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
-from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
+from megatron_dynapipe.service.settings import MeasuredCosts, PlanInputs
 
 ELASTIC = "--dynapipe-elastic"
 LAYOUT: Mapping[str, object] = {
@@ -56,6 +57,24 @@ BATCHES = 2
 """Global batches by which layouts are judged."""
 LEFT = 75
 """Exit status of a rank that saved a checkpoint and left on notice: torchrun starts the ranks of other nodes anew."""
+
+
+class ElasticLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout of all ranks, as `megatron-dynapipe tune --json` tells it; without `predicted_ms` there is none."""
+
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    layers_per_stage: tuple[int | float, ...] | None
+    predicted_ms: float | None
+    error: str | None
+
+
+class _Tuning(msgspec.Struct, frozen=True):
+    """The part of what `tune --json` prints that is read."""
+
+    layouts: tuple[ElasticLayout, ...]
+
 
 _has_notice = False
 """Whether some rank has had a notice; the same on all ranks, after the iteration in which they agreed on it."""
@@ -95,7 +114,7 @@ def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[ar
         args.dynapipe_layers_per_stage = layout.layers_per_stage
 
 
-def agreed_layout(choose: Callable[[int], TunedLayout], *, timeout_s: float) -> TunedLayout:
+def agreed_layout(choose: Callable[[int], ElasticLayout], *, timeout_s: float) -> ElasticLayout:
     """The layout of all ranks that are there, chosen by rank 0.
 
     Raises:
@@ -116,7 +135,7 @@ def agreed_layout(choose: Callable[[int], TunedLayout], *, timeout_s: float) -> 
         print(f"layout: {ranks} ranks: {_description(layout)}; chosen in {seconds:.1f} s", flush=True)
         return msgspec.json.encode(layout).decode()
 
-    return msgspec.json.decode(from_rank_0("layout", make, timeout_s=timeout_s), type=TunedLayout)
+    return msgspec.json.decode(from_rank_0("layout", make, timeout_s=timeout_s), type=ElasticLayout)
 
 
 @contextlib.contextmanager
@@ -130,7 +149,7 @@ def status() -> Iterator[None]:
         _leave()
 
 
-def _description(layout: TunedLayout) -> str:
+def _description(layout: ElasticLayout) -> str:
     stages = ",".join(map(str, layout.layers_per_stage or ()))
     return (
         f"{layout.data_parallel} replicas × {layout.tensor_parallel} tensor-parallel × {layout.pipeline_parallel}"
@@ -251,10 +270,11 @@ def _emergency_folder(args: argparse.Namespace) -> Path:
     return Path(args.non_persistent_global_ckpt_dir or Path(args.save, "non_persistent"))
 
 
-def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action], ranks: int) -> TunedLayout:
+def _choose(
+    args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action], ranks: int
+) -> ElasticLayout:
     """The fastest layout of so many ranks, by the costs and the first batches of a run of one rank."""
     from megatron_dynapipe.integration.flags import command_line
-    from megatron_dynapipe.service.planned_splits import split_sampler
 
     lock_folder(Path(args.save), wait_s=args.dynapipe_timeout_s * LOCK_SHARE)
     delete_unfinished(_emergency_folder(args))
@@ -263,19 +283,42 @@ def _choose(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpa
         command_line.settle(one, family, known)
         command_line.check_by_megatron(one)
         run = command_line.configured(one, family)
-    inputs = run.inputs
-    sampler = split_sampler(run.data, run.inputs.splits[0])
-    space = Space(
-        devices=ranks,
-        tensor_sizes=_tensor_sizes(one, ranks),
-        distributed_optimizer=run.planner.distributed_optimizer,
-        global_batch_size=None if one.tokens_per_global_batch else one.global_batch_size,
+    space = {
+        "devices": ranks,
+        "tensor_sizes": _tensor_sizes(one, ranks),
+        "distributed_optimizer": run.planner.distributed_optimizer,
+        "global_batch_size": None if one.tokens_per_global_batch else one.global_batch_size,
+    }
+    return tuned(run.inputs, space, deadline_s=args.dynapipe_timeout_s)
+
+
+def tuned(inputs: PlanInputs, space: Mapping[str, object], *, deadline_s: float) -> ElasticLayout:
+    """The fastest layout of a run's own plans, by `megatron-dynapipe tune` in a process of its own.
+
+    Args:
+        inputs: of the run, on one rank.
+        space: fields of `tools.tuning.Space`.
+        deadline_s: of the process.
+
+    Raises:
+        ConfigError: `tune` refused, or did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        path.write_bytes(msgspec.json.encode({"inputs": inputs, "space": space}))
+        command = [sys.executable, "-P", "-m", "megatron_dynapipe", "tune", "--of-run", str(path), "--json"]
+        command += ["--data", inputs.data_folder, "--limit", str(BATCHES), "--top", "1"]
+        costs = inputs.costs.path if isinstance(inputs.costs, MeasuredCosts) else "analytic"
+        command += ["--devices", str(space["devices"]), "--cost-model", costs]
+        environment = os.environ | {"PYTHONPATH": package_path()}
+        _, lines = run_guarded(command, deadline_s=deadline_s, env=environment)
+    if found := [line for line in lines if line.startswith("{")]:
+        return msgspec.json.decode(found[-1], type=_Tuning).layouts[0]
+    said = {name: text for name, _, text in (line.partition(": ") for line in lines)}
+    raise ConfigError(
+        f"no layout of {space['devices']} ranks could be chosen: {said.get('error', f'not in {deadline_s:.0f} s')}",
+        hint=said.get("hint"),
     )
-    batches = [sampler.batch(at) for at in range(min(BATCHES, sampler.batches.count or BATCHES))]
-    try:
-        return tune(inputs.planner, inputs.costs.load(), batches, space, top=1).layouts[0]
-    except InfeasibleError as error:
-        raise ConfigError(error.message, hint=error.hint) from error
 
 
 def _tensor_sizes(args: argparse.Namespace, most: int) -> tuple[int, ...]:

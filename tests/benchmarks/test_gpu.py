@@ -1,6 +1,8 @@
 """The checks for GPUs, over the same code paths without one."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +18,7 @@ from benchmarks.common import ROOT, environment
 from benchmarks.gpu import case as cases
 from benchmarks.gpu import machine, timings
 from benchmarks.gpu import run as gpu
+from benchmarks.gpu.measure import MEASURED, MEASURED_POORLY
 from benchmarks.throughput import report
 from tests.helpers.commands import run_python
 
@@ -190,6 +193,47 @@ def test_megatrons_own_packed_rows_are_compared_with_planned_ones_for_both_losse
         assert check.make(case_of(tmp_path)) == {"stock_packed_tokens_per_s": 5.0, "stock_packed_ratio": 0.8}
     losses = [words[words.index("--dynapipe-loss") + 1] for words in ran]
     assert losses == ["everything", "targets"] and all("planned,stock_packed" in words for words in ran)
+
+
+@pytest.mark.parametrize(("outcome", "named"), [(MEASURED, True), (MEASURED_POORLY, False), (None, False)])
+def test_stages_are_planned_with_the_costs_that_were_measured_well(outcome, named, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(cases.Case, "run", lambda _, *words: ran.append(words) or "")
+    case = case_of(tmp_path)
+    if outcome:
+        row = {"name": "h200_141gb-llama3_8b", "model": "llama3_8b", "outcome": outcome}
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / "measure.json").write_text(json.dumps({"costs": [row]}))
+    (check,) = timings.composed(case)
+    check.make(case)
+    file = f"llama3_8b={tmp_path}/report/h200_141gb-llama3_8b.json"
+    assert [word for word in ran[0] if "llama3_8b" in str(word)] == [file] * named
+    assert ("--cost-model" in ran[0]) is named
+
+
+def test_an_archive_is_unpacked_and_compiled_once_on_a_machine(tmp_path):
+    inside, copy = tmp_path / "packed" / "dynapipe", tmp_path / "copy"
+    for root in (inside, copy):
+        (root / "benchmarks" / "gpu").mkdir(parents=True)
+        shutil.copy(ROOT / "benchmarks" / "gpu" / "start.sh", root / "benchmarks" / "gpu")
+    (inside / "site").mkdir()
+    says = "from pathlib import Path\nprint(Path(__file__).parents[2], Path(__file__).parents[2].stat().st_mtime_ns)\n"
+    (inside / "benchmarks" / "gpu" / "run.py").write_text(says)
+    (copy / "build").mkdir()
+
+    def start() -> str:
+        with tarfile.open(copy / "build" / "gpu.tgz", "w:gz") as archive:
+            archive.add(inside, "dynapipe")
+        return started()
+
+    def started() -> str:
+        words = [copy / "benchmarks" / "gpu" / "start.sh"]
+        return subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path)}, check=True, capture_output=True).stdout
+
+    first = start()
+    assert started() == first and first.startswith(f"{tmp_path}/dynapipe-".encode())
+    (inside / "other").write_text("changed\n")
+    assert start().split()[0] != first.split()[0], "another archive has a folder of its own"
 
 
 def test_ranks_on_a_gpu_have_the_environment_of_a_run(monkeypatch):

@@ -1,7 +1,6 @@
 """Figures of one GPU: costs measured into files, stages played one by one, Megatron's own packed rows."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import msgspec
@@ -13,8 +12,6 @@ from benchmarks.gpu import composed, measure, planned, stages
 from benchmarks.gpu.planned import METHODS, ROWS, Planned
 from benchmarks.throughput import comparison, report, rows
 from megatron_dynapipe.choosing.planners import planner_of
-from megatron_dynapipe.cli.main import main
-from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.instructions import (
     Backward,
     BackwardInput,
@@ -30,38 +27,9 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import TableCostModel
 from megatron_dynapipe.costing import format as cost_format
 from tests.core.planner_cases import batch, cost_model, settings
-from tests.helpers.benchmark_data import A100_COSTS
 from tests.helpers.commands import run_python
 
 SMALL = ("--device", "cpu", "--small")
-
-
-@pytest.fixture
-def shipped(monkeypatch, tmp_path):
-    """A cost model file that the package has under a name."""
-    monkeypatch.setattr(cost_format, "COSTS", tmp_path / "costs")
-    (tmp_path / "costs").mkdir()
-    shutil.copy(A100_COSTS["gpt"], tmp_path / "costs" / "h100_80gb-gpt.json.gz")
-    return "h100_80gb-gpt"
-
-
-def test_costs_that_ship_are_found_by_name(shipped, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    lengths = {"format": "dynapipe-batches/1", "batches": [{"id": "b", "input": [64, 200, 30, 128] * 4}]}
-    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    words = ["plan", "--batches", "lengths.json", "--cost-model", shipped, "--model", "gpt", "--layers", "4"]
-    words += ["--hidden-size", "4096", "--pipeline-parallel", "2", "--device-memory-mb", "36000", "--json"]
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["iterations"][0]["predicted_ms"] > 0
-    assert main([*words[:4], "h100_80gb-gpd", *words[5:]]) == 2
-    assert "those by name are h100_80gb-gpt" in capsys.readouterr().err
-
-
-def test_a_path_wins_over_a_name(shipped, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / shipped).write_text("{}")
-    with pytest.raises(CostModelError, match="not a cost model file"):
-        TableCostModel.load(cost_format.Path(shipped))
 
 
 def test_passes_that_take_what_was_predicted_compose_the_prediction():

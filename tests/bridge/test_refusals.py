@@ -59,36 +59,81 @@ def test_a_recipe_that_asks_for_none_of_it_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "named", "instead"),
     [
-        ({"model": T5ModelProvider(seq_length=64)}, "no GPT or Hybrid model"),
-        ({"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}, "fp8"),
-        ({"mixed_precision": SimpleNamespace(fp8="hybrid")}, "fp8"),
-        ({"mixed_precision": None, "model__fp8": "hybrid"}, "fp8"),
-        ({"model__cuda_graph_impl": "transformer_engine"}, "CUDA graphs"),
-        ({"model__enable_cuda_graph": True}, "CUDA graphs"),
-        ({"model__context_parallel_size": 2}, "context parallelism"),
-        ({"model__mtp_num_layers": 1}, "multi-token prediction"),
-        ({"model": DistillationProvider(seq_length=64)}, "distillation"),
-        ({"dist__use_decentralized_pg": True}, "use_decentralized_pg"),
-        ({"ddp__use_megatron_fsdp": True}, "FSDP"),
-        ({"dataset__enable_offline_packing": True}, "packed ahead of time"),
-        ({"train__rampup_batch_size": [8, 8, 100]}, "rampup_batch_size"),
-        ({**EXPERTS, "model__moe_router_load_balancing_type": "global_aux_loss"}, "balancing of experts"),
-        ({**EXPERTS, "model__moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "balancing of experts"),
-        ({**EXPERTS, "model__moe_expert_capacity_factor": 1.0}, "a capacity of experts"),
-        ({**EXPERTS, "model__moe_input_jitter_eps": 0.1}, "noise is drawn by micro-batch"),
-        ({**EXPERTS, "model__moe_token_dispatcher_type": "flex"}, "flex dispatchers"),
-        ({**EXPERTS, "model__moe_shared_expert_overlap": True}, "overlap with other work"),
-        ({"comm_overlap": SimpleNamespace(overlap_moe_expert_parallel_comm=True)}, "overlap with other work"),
-        ({"logger__timing_log_level": 2}, "timing_log_level 2"),
-        ({"inprocess_restart": SimpleNamespace(enabled=True)}, "in-process restarts"),
+        ({"model": T5ModelProvider(seq_length=64)}, "a T5ModelProvider, ", "without plans"),
+        ({"model": DistillationProvider(seq_length=64)}, "teacher and student", "without plans"),
+        (
+            {"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"},
+            "mixed_precision.fp8 = 'bf16_with_fp8_delayed_scaling_mixed'",
+            'config.mixed_precision = "bf16_mixed"',
+        ),
+        ({"mixed_precision": SimpleNamespace(fp8="hybrid")}, "fp8 = 'hybrid'", 'config.mixed_precision = "bf16_mixed"'),
+        ({"mixed_precision": None, "model__fp8": "hybrid"}, "fp8 = 'hybrid'", "config.model.fp8 = None"),
+        ({"model__cuda_graph_impl": "local"}, "captured for one shape", "config.model.cuda_graph_impl = 'none'"),
+        ({"model__enable_cuda_graph": True}, "captured for one shape", "config.model.enable_cuda_graph = False"),
+        ({"model__context_parallel_size": 2}, "not divided over ranks", "config.model.context_parallel_size = 1"),
+        ({"model__mtp_num_layers": 1}, "averaged over micro-batches", "config.model.mtp_num_layers = None"),
+        ({"dist__use_decentralized_pg": True}, "global process groups", "config.dist.use_decentralized_pg = False"),
+        ({"ddp__use_megatron_fsdp": True}, "FSDP has another", "config.ddp.use_megatron_fsdp = False"),
+        ({"dist__use_torch_fsdp2": True}, "FSDP has another", "config.dist.use_torch_fsdp2 = False"),
+        (
+            {"dataset__enable_offline_packing": True},
+            "a number of samples",
+            "offline_packing_specs = None",
+        ),
+        ({"train__rampup_batch_size": [8, 8, 100]}, "samples is fixed", "config.train.rampup_batch_size = None"),
+        (
+            {"comm_overlap": SimpleNamespace(tp_comm_overlap=True), "model__tensor_model_parallel_size": 2},
+            "communication buffers",
+            "config.comm_overlap.tp_comm_overlap = False",
+        ),
+        (
+            {"comm_overlap": SimpleNamespace(defer_embedding_wgrad_compute=True)},
+            "they would be lost",
+            "config.comm_overlap.defer_embedding_wgrad_compute = False",
+        ),
+        (
+            {**EXPERTS, "model__moe_router_load_balancing_type": "global_aux_loss"},
+            "balances by what micro-batches hold",
+            "config.model.moe_router_load_balancing_type = 'seq_aux_loss'",
+        ),
+        (
+            {**EXPERTS, "model__moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+            "micro-batches hold",
+            "seq_aux",
+        ),
+        ({**EXPERTS, "model__moe_expert_capacity_factor": 1.0}, "which tokens it drops", "capacity_factor = None"),
+        ({**EXPERTS, "model__moe_input_jitter_eps": 0.1}, "noise is drawn by micro-batch", "jitter_eps = None"),
+        ({**EXPERTS, "model__moe_token_dispatcher_type": "flex"}, "buffers are made once", "= 'alltoall'"),
+        ({**EXPERTS, "model__moe_shared_expert_overlap": True}, "the exchange of tokens", "overlap = False"),
+        (
+            {**EXPERTS, "comm_overlap": SimpleNamespace(overlap_moe_expert_parallel_comm=True)},
+            "its own schedule",
+            "config.comm_overlap.overlap_moe_expert_parallel_comm = False",
+        ),
+        ({"logger__timing_log_level": 2}, "timing_log_level = 2", "config.logger.timing_log_level = 1"),
+        (
+            {"inprocess_restart": SimpleNamespace(enabled=True)},
+            "starts again in place",
+            "config.inprocess_restart.enabled = False",
+        ),
     ],
 )
-def test_a_recipe_is_refused_by_name_with_what_to_set(changes: dict[str, Any], named: str) -> None:
+def test_a_recipe_is_refused_by_name_with_what_to_set(changes: dict[str, Any], named: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=named) as refused:
         check_recipe(recipe(**changes))
-    assert refused.value.hint
+    assert refused.value.hint is not None and instead in refused.value.hint
+
+
+def test_the_newer_form_of_a_model_is_asked_in_both_of_its_parts() -> None:
+    inner = SimpleNamespace(pipeline_model_parallel_size=2, context_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"config\.model\.transformer\.context_parallel_size = 2"):
+        check_recipe(recipe(model=GPTModelProvider(seq_length=64, transformer=inner)))
+
+
+def test_what_bridge_switches_off_by_itself_is_not_refused() -> None:
+    check_recipe(recipe(comm_overlap=SimpleNamespace(tp_comm_overlap=True), model__tensor_model_parallel_size=1))
 
 
 def test_a_sequence_length_is_a_multiple_of_eight() -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -61,3 +63,24 @@ _PLAIN = {
 def with_plain_experts(provider: Any) -> dict[str, Any]:
     """Attributes of a model whose experts run by kernels that are rehearsed, without terms; none of one without."""
     return _PLAIN if getattr(provider, "num_moe_experts", None) else {}
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """PyTorch's function of this name, [b, heads, s, channels], of Gemma 2: what it compiles is not rehearsed."""
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    places = torch.arange(query.shape[2], device=query.device)[:, None]
+    others = torch.arange(key.shape[2], device=query.device)
+    scores = score_mod(query @ key.transpose(2, 3) * scale, 0, 0, places, others)
+    seen = block_mask.mask_mod(0, 0, places, others)
+    return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ value

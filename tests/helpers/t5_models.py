@@ -25,21 +25,17 @@ def t5_model(**changes: object) -> ModelConfig:
         "transformer_impl": "local",
         "attention": CoreAttention.SDPA,
         "positions": Positions(),
-        "rope_scaling": None,
         "tied": True,
         "activation": None,
         "softmax_scale": None,
-        "normalization": "LayerNorm",
-        "qk_layernorm": False,
         "sequence_parallel": False,
         "fp32_residual": False,
-        "fp16_cross_entropy": False,
         "dropout": False,
         "dtype": torch.float32,
         "gradient_dtype": torch.float32,
         "experts": None,
         "pattern": "",
-        "megatron": None,
+        "arguments": None,
     }
     return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
 

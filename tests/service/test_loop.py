@@ -115,7 +115,7 @@ def test_as_many_iterations_are_planned_at_once_as_there_are_cores_and_published
 
     class Watched(MemoryStore):
         def put_all(self, items: Sequence[tuple[str, bytes]]) -> None:
-            published.append(keys.index(items[0][0]))
+            published.extend(keys.index(key) for key, _ in items[:1] if key in keys)
             super().put_all(items)
 
     source = Meeting()

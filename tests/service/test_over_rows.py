@@ -62,9 +62,14 @@ def test_a_run_is_told_once_by_one_planner(settings, caplog: pytest.LogCaptureFi
 
     caplog.set_level(logging.INFO)
     source = Gaining()
+    published = []
     for planner in (0, 0, 1):
         job = only_train(settings(planner=planner, planners=2, look_ahead=100), iterations=7)
-        PlannerLoop(job, source, MemoryStore()).run()  # type: ignore[arg-type]
+        store = MemoryStore()
+        PlannerLoop(job, source, store).run()  # type: ignore[arg-type]
+        if planner == 0:
+            published.append(store.wait_any([job.keys.gain], timeout_s=0.1, what="a gain")[1])
+    assert published == [b"1.30 times as fast", b"plans cannot be compared with packed rows: no plan"]
     assert source.asked == 2
     assert sum("1.30 times as fast" in text for text in caplog.messages) == 1
     assert sum("plans cannot be compared with packed rows: no plan" in text for text in caplog.messages) == 1

@@ -1,17 +1,20 @@
 """From a command line to a planned run, and to the arguments of Megatron's `pretrain`."""
 
 import argparse
+import contextlib
 import copy
 import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.models.base import compose_hooks
 
 from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.core.errors import ConfigError
@@ -19,18 +22,18 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import LayerSplit, parse_layer_split
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.integration.entry import calibration, start
+from megatron_dynapipe.integration.entry.failure import process_groups
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
 from megatron_dynapipe.integration.entry.preflight import check_data, check_run
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
 from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
-from megatron_dynapipe.integration.equip.experts import equip_experts
-from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep
-from megatron_dynapipe.integration.execution.step_functions import gpt_step, t5_step
+from megatron_dynapipe.integration.equip.built import decoder_only, t5_provider
+from megatron_dynapipe.integration.execution.step_functions import STEPS
 from megatron_dynapipe.integration.flags import command_line, from_megatron
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
-from megatron_dynapipe.integration.models.providers import ModelProvider, gpt_provider, hybrid_provider, t5_provider
+from megatron_dynapipe.integration.hooks import replacements
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.run.start_clock import StartClock
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
@@ -43,73 +46,80 @@ _SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
 """Arguments that are settled after Megatron's checks: by its tokenizer, by the devices, and by what was measured."""
 
 
-def t5_run(
-    fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
-) -> tuple[ScriptRun, dict[str, Any]]:
-    """A T5 staged over the pipeline, from the command line, changed by `fit`; raises ConfigError and DataError.
+@contextlib.contextmanager
+def planned(family: ModelFamily, fit: command_line.Fit | None = None) -> Iterator[dict[str, Any]]:
+    """For the length of a block, Megatron's `pretrain` runs planned iterations of what the command line says.
 
-    Returns:
-        The run, which gives the schedule; and what Megatron's `pretrain` takes.
+    Args:
+        family: a GPT, which may be a HybridModel, or a T5 staged over the pipeline.
+        fit: changes the parsed flags.
+
+    Yields:
+        What `pretrain` takes.
+
+    Raises:
+        ConfigError, DataError: something is wrong with the flags or the data.
     """
-    clock = StartClock()
-    args, config, flags = _checked(ModelFamily.T5, fit, clock)
-    run = run_type(Script(config, args), clock=clock)
-    provider = _agreeing(t5_provider(config.model, config.planner.layout), flags, config)
-    arguments = _pretrain_arguments(args, run, provider, t5_step)
-    ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
-    return run, arguments | ranks
+    run, arguments = planned_run(family, fit)
+    with process_groups(), run, replacements.installed(run):
+        yield arguments
+        run.print_report()
 
 
-def gpt_run(
-    fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
+def planned_run(
+    family: ModelFamily, fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
 ) -> tuple[ScriptRun, dict[str, Any]]:
-    """Megatron's own GPT, or its HybridModel, from the command line; as `t5_run`."""
+    """The run, which gives the schedule, and what Megatron's `pretrain` takes; as `planned`."""
     clock = StartClock()
-    args, config, flags = _checked(ModelFamily.GPT, fit, clock)
+    args, config, flags = _checked(family, fit, clock)
+    is_gpt = family is ModelFamily.GPT
     layout = config.planner.layout
-    if config.plans_layer_split:
+    if is_gpt and config.plans_layer_split:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, layout.layers_per_stage)
     run = run_type(Script(config, args), clock=clock)
-    model = config.model
-    build = hybrid_provider(model, layout) if model.pattern else gpt_provider(model, config.cut_layout)
-
-    def provider(**stage: Any) -> Any:
-        chunk = build(**stage)
-        equip_experts([chunk], saved=True)
-        return chunk
-
-    return run, _pretrain_arguments(args, run, _agreeing(provider, flags, config), gpt_step)
-
-
-RUNS = {ModelFamily.GPT: gpt_run, ModelFamily.T5: t5_run}
-
-
-def _pretrain_arguments(
-    args: argparse.Namespace, run: ScriptRun, provider: ModelProvider, step: ForwardStep
-) -> dict[str, Any]:
-    """The keyword arguments of Megatron's `pretrain`: 0.18 and 0.19 have them in different orders."""
-    return {
-        "cfg_container": pretrain_cfg_container_from_args(args),
+    model = decoder_only(config.model, layout) if is_gpt else None  # Megatron's loop builds it
+    hooks = _before_wrapping(run, flags)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ModelConfig", module="megatron")  # which a T5 does not have
+        container = pretrain_cfg_container_from_args(args, model)
+    arguments = {
+        "cfg_container": container,
         "train_valid_test_dataset_provider": run.datasets,
         "model_type": ModelType.encoder_or_decoder,
-        "forward_step_func": step,
-        "model_provider": run.counting(provider),
+        "forward_step_func": STEPS[family],
     }
+    if model is not None:
+        model.pre_wrap_hooks += hooks
+        return run, arguments
+    provider = _with_hooks(t5_provider(config.model, layout), hooks)
+    ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
+    return run, arguments | ranks | {"model_provider": provider}
 
 
-def _agreeing(provider: ModelProvider, flags: Mapping[str, str], run: RunConfig) -> ModelProvider:
-    """A model provider before which ranks that no store connects compare their flags: now they have process groups."""
-    if not start.ranks_stand_alone():
-        return provider
-    compare = functools.cache(lambda: check_same_flags(flags, ControlGroup(timeout_s=run.timeout_s)))
+def _with_hooks(build: Callable[..., Any], hooks: Sequence[Callable[[list[Any]], list[Any]]]) -> Any:
+    """A model provider, and what is done with each chunk that it has built."""
 
-    @functools.wraps(provider)
-    def provide(*arguments: Any, **keywords: Any) -> Any:
-        compare()
-        return provider(*arguments, **keywords)
+    def provide(**stage: Any) -> Any:
+        return compose_hooks(hooks)([build(**stage)])[0]
 
     return provide
+
+
+def _before_wrapping(run: ScriptRun, flags: Mapping[str, str]) -> list[Callable[[list[Any]], list[Any]]]:
+    """What is done with built chunks before Megatron wraps them.
+
+    Ranks that no store connects compare their flags: now they have process groups.
+    """
+    if not start.ranks_stand_alone():
+        return [run.count]
+    compare = functools.cache(lambda: check_same_flags(flags, ControlGroup(timeout_s=run.timeout_s)))
+
+    def compared(chunks: list[Any]) -> list[Any]:
+        compare()
+        return chunks
+
+    return [run.count, compared]
 
 
 def _checked(

@@ -1,9 +1,8 @@
 """Hosts of Megatron's own loop: an entry script, whose models are ours to check, and a patched checkout's script."""
 
 import argparse
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -170,17 +169,11 @@ class ScriptRun(Run):
         self.host.close()
         super().__exit__(*error)
 
-    def counting(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """A model provider whose modules' memory the plans leave room for."""
-
-        @functools.wraps(provider)
-        def provide(*arguments: Any, **keywords: Any) -> Any:
-            self.clock.ends("Megatron's initialisation")
-            module = provider(*arguments, **keywords)
-            self._modules.append(module)
-            return module
-
-        return provide
+    def count(self, chunks: list[Any]) -> list[Any]:
+        """Take in chunks that Megatron has built and not yet wrapped: plans leave room for them."""
+        self.clock.ends("Megatron's initialisation and model")
+        self._modules += chunks
+        return chunks
 
     def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Megatron's dataset provider for `--dataloader-type external`: the iterators of the three splits.
@@ -188,7 +181,7 @@ class ScriptRun(Run):
         Chunks of a rank share them; the schedule takes one item per iteration, whatever their number.
         """
         if self.inputs is None:
-            self.clock.ends("model and optimizer")
+            self.clock.ends("optimizer and checkpoint")
             self.start(self._modules)
         return self.items(self.iterators)
 

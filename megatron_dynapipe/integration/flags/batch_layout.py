@@ -70,7 +70,7 @@ def core_attention(args: argparse.Namespace) -> CoreAttention:
     special = (
         getattr(args, "window_size", None) is not None,
         getattr(args, "softmax_type", "vanilla") != "vanilla",
-        bool(getattr(args, "multi_latent_attention", False)),
+        bool(args.multi_latent_attention),
         bool(args.use_dynapipe),  # a patched checkout builds its layers itself
     )
     if args.transformer_impl != "local" and any(special):

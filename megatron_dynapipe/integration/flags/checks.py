@@ -91,6 +91,11 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         "--softmax-type learnable with --tensor-model-parallel-size",
         "this Megatron does not say that sinks are divided over the ranks, so that the gradient's norm would be wrong",
     )
+    yield (
+        bool(args.multi_latent_attention) and local and attention == "megatron",
+        "--multi-latent-attention",
+        "the heads of Megatron's local attention have one size; --dynapipe-attention sdpa has both",
+    )
     fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
     yield (
         bool(fixed),
@@ -147,26 +152,12 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
     """Refusals of mixtures of experts, as `_model_refusals`."""
     if not args.num_experts:
         return
-    kinds = args.moe_router_load_balancing_type
-    balancing = set(kinds.split() if isinstance(kinds, str) else kinds) - {"none", "aux_loss", "seq_aux_loss"}
     yield is_t5, "--num-experts", "the stages of a T5 have plain networks"
     yield bool(args.use_dynapipe), "--num-experts", "in a patched checkout layers are its own"
-    yield (
-        bool(balancing),
-        f"--moe-router-load-balancing-type {' '.join(sorted(balancing))}",
-        "it balances by what micro-batches hold, so that gradients would depend on the plan; aux_loss, seq_aux_loss,"
-        " none and --moe-router-enable-expert-bias do not",
-    )
     yield (
         bool(args.add_bias_linear),
         "--num-experts with biases",
         "Megatron's local experts do not train with biases; add --disable-bias-linear",
-    )
-    dispatcher = args.moe_token_dispatcher_type
-    yield (
-        dispatcher not in ("allgather", "alltoall"),
-        f"--moe-token-dispatcher-type {dispatcher}",
-        "its buffers are made once, and micro-batches have many lengths; use alltoall",
     )
     yield (
         args.tensor_model_parallel_size > 1 and not args.sequence_parallel,

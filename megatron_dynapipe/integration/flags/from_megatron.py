@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,21 +216,17 @@ def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
             relative_buckets=args.relative_attention_num_buckets,
             relative_max_distance=args.relative_attention_max_distance,
         ),
-        rope_scaling=args.rope_scaling_factor if args.use_rope_scaling else None,
         tied=not args.untie_embeddings_and_output_weights,
         activation=args.dynapipe_activation,
         softmax_scale=args.dynapipe_softmax_scale,
-        normalization=args.normalization,
-        qk_layernorm=args.qk_layernorm,
         sequence_parallel=args.sequence_parallel,
         fp32_residual=args.fp32_residual_connection,
-        fp16_cross_entropy=args.fp16_lm_cross_entropy,
         dtype=args.params_dtype,
         gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
         dropout=bool(args.hidden_dropout or args.attention_dropout),
         pattern=pattern,
         experts=experts,
-        megatron=partial(layer_split.megatron_config, args),
+        arguments=args,
     )
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_dynapipe.choosing.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.core.errors import ConfigError
@@ -22,19 +21,11 @@ from megatron_dynapipe.costing.pattern import (
 )
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.models.config import megatron_config
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.sampling import GlobalBatch, LastBatch, SamplerSettings
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import SplitSettings
-
-
-def megatron_config(args: argparse.Namespace) -> TransformerConfig:
-    """Megatron's configuration of its arguments; raises ConfigError where it has no such model."""
-    try:
-        return core_transformer_config_from_args(args)
-    except (AssertionError, NotImplementedError, ValueError) as error:
-        reason = str(error).splitlines() or ["it does not say why"]
-        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
 
 
 def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> LayerSplit | None:

@@ -20,7 +20,6 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Network
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
-from megatron_dynapipe.costing.format import located
 from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 
@@ -151,7 +150,7 @@ def costs_of(
 ) -> MeasuredCosts | AnalyticCosts:
     """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
     if args.dynapipe_cost_model is not None:
-        costs = MeasuredCosts(path=str(located(args.dynapipe_cost_model).absolute()))
+        costs = MeasuredCosts(path=str(args.dynapipe_cost_model.absolute()))
         fields = msgspec.structs.asdict(shape)
         tensor_parallel = args.tensor_model_parallel_size
         check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)

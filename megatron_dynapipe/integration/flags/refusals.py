@@ -23,18 +23,24 @@ class Refusal(NamedTuple):
         names: of arguments or fields of configuration.
         why: the reason.
         unasked: their value if nobody asks, where that is not false.
+        taken: words that may be asked for; empty for none.
     """
 
     names: str
     why: str
     unasked: object = None
+    taken: tuple[str, ...] = ()
 
     def asked(self, value_of: Asked) -> Iterator[str]:
         """Those of the names that are asked for."""
         for name in self.names.split():
             value = value_of(name)
-            if value and value != self.unasked:
+            if value and value != self.unasked and not self._takes(value):
                 yield name
+
+    def _takes(self, value: Any) -> bool:
+        words = value.split() if isinstance(value, str) else value
+        return bool(self.taken) and {*words} <= {*self.taken}
 
 
 EVERYWHERE = (
@@ -56,20 +62,10 @@ EVERYWHERE = (
         "tp_comm_overlap",
         "its communication buffers are made once, for one length, and micro-batches have many lengths",
     ),
-    Refusal("overlap_moe_expert_parallel_comm", "it brings its own schedule"),
     Refusal(
         "delay_wgrad_compute defer_embedding_wgrad_compute overlap_dispatch_backward_with_experts_wgrad",
         "weight gradients put off are computed by Megatron's own schedules alone, so they would be lost",
     ),
-    Refusal(
-        "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity",
-        "which tokens it drops, or pads, depends on the micro-batch",
-    ),
-    Refusal(
-        "moe_input_jitter_eps moe_router_force_load_balancing moe_router_force_biased",
-        "its noise is drawn by micro-batch",
-    ),
-    Refusal("moe_shared_expert_overlap", "plans know nothing of what runs during the exchange of tokens"),
     Refusal("inference_rng_tracker", "random states in CUDA graphs cannot be set for each layer"),
     Refusal(
         "distribute_saved_activations",
@@ -88,8 +84,36 @@ EVERYWHERE = (
         "it clips by attention's largest logit, which the attention of planned runs does not record",
     ),
     Refusal("rampup_batch_size step_batch_size_schedule", "a plan's number of samples is fixed"),
+    Refusal(
+        "inprocess_restart", "a process that starts again in place would meet the process groups and plans it has left"
+    ),
 )
 """For every host."""
+
+EXPERTS = (
+    Refusal(
+        "moe_router_load_balancing_type",
+        "it balances by what micro-batches hold, so that gradients would depend on the plan; aux_loss, seq_aux_loss,"
+        " none and the bias of experts do not",
+        taken=("none", "aux_loss", "seq_aux_loss"),
+    ),
+    Refusal(
+        "moe_token_dispatcher_type",
+        "its buffers are made once, and micro-batches have many lengths; use alltoall",
+        taken=("allgather", "alltoall"),
+    ),
+    Refusal(
+        "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity",
+        "which tokens it drops, or pads, depends on the micro-batch",
+    ),
+    Refusal(
+        "moe_input_jitter_eps moe_router_force_load_balancing moe_router_force_biased",
+        "its noise is drawn by micro-batch",
+    ),
+    Refusal("moe_shared_expert_overlap", "plans know nothing of what runs during the exchange of tokens"),
+    Refusal("overlap_moe_expert_parallel_comm", "it brings its own schedule"),
+)
+"""For every host, where there are experts."""
 
 SCRIPTS = (
     Refusal(
@@ -128,19 +152,16 @@ SCRIPTS = (
     Refusal("hybrid_override_pattern", "give --hybrid-layer-pattern"),
     Refusal("freeze_all_layers fake_process_group", "nothing would be trained"),
     Refusal("lazy_mpu_init", "process groups must exist when a run begins"),
-    Refusal(
-        "inprocess_restart", "a process that starts again in place would meet the process groups and plans it has left"
-    ),
     Refusal("yaml_cfg", "it replaces the command line, which is what is checked; pass --dynapipe-config FILE"),
 )
 """For Megatron's own loop, in a patched checkout, too: what a command line asks for besides the model."""
 
 ENTRY_SCRIPTS = (
     Refusal(
-        "qk_l2_norm multi_latent_attention experimental_attention_variant use_transformer_engine_op_fuser"
-        " use_kitchen_attention use_grouped_gemm_for_dense_mlp is_hybrid_model heterogeneous_layers_config_path"
+        "experimental_attention_variant use_transformer_engine_op_fuser use_kitchen_attention"
+        " use_grouped_gemm_for_dense_mlp is_hybrid_model heterogeneous_layers_config_path"
         " heterogeneous_layers_config_encoded_json spec",
-        "the entry scripts build plain attention, MLP and norms",
+        "costs know softmax attention and layers that are alike",
     ),
 )
 """For models that the entry scripts build."""
@@ -171,14 +192,15 @@ T5 = (
     ),
     Refusal("init_model_with_meta_device", "weights that stages share are made equal as they are built"),
     Refusal("no_rope_freq", "it counts layers from the beginning of one stack, and a T5 has two"),
+    Refusal("multi_latent_attention qk_l2_norm", "its layers have plain attention"),
     Refusal("use_mup use_rope_scaling fp16_lm_cross_entropy", "the stages of a T5 do not look at it"),
 )
 """For a T5."""
 
 
-def first_asked(table: Sequence[Refusal], value_of: Asked) -> tuple[str, str] | None:
-    """The first name of a table that is asked for, and why it is refused; None where nothing is."""
-    return next(((name, row.why) for row in table for name in row.asked(value_of)), None)
+def first_asked(table: Sequence[Refusal], value_of: Asked) -> tuple[str, Refusal] | None:
+    """The first name of a table that is asked for, and its row; None where nothing is."""
+    return next(((name, row) for row in table for name in row.asked(value_of)), None)
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
@@ -194,18 +216,19 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
     """
     tables = [
         ("", (*EVERYWHERE, *SCRIPTS)),
+        *([("", EXPERTS)] if args.num_experts else []),
         *([] if args.use_dynapipe else [(" outside a patched checkout", ENTRY_SCRIPTS)]),
         *([(" and --transformer-impl local", LOCAL)] if args.transformer_impl == "local" else []),
         *([(" for a T5", T5)] if family is ModelFamily.T5 else []),
     ]
     for where, table in tables:
         if (found := first_asked(table, lambda name: getattr(args, name, None))) is not None:
-            name, why = found
+            name, row = found
             value = getattr(args, name)
             setters = [action for action in known if action.dest == name]
             setter = next((action for action in setters if action.const == value), None) or next(iter(setters), None)
             flag = f"--{name.replace('_', '-')}" if setter is None else flag_of(setter)
-            raise ConfigError(f"{flag} cannot be used with DynaPipe{where}: {why}", hint=f"remove {flag}")
+            raise ConfigError(f"{flag} cannot be used with DynaPipe{where}: {row.why}", hint=f"remove {flag}")
 
 
 def own_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -56,6 +56,7 @@ class SdpaCoreAttention(MegatronModule):
         attention_type: not looked at, as in Megatron.
         attention_dropout: probability of dropping a weight; the configuration's if None.
         softmax_scale: factor of the scores; 1 / √(head size) if None.
+        k_channels, v_channels: not looked at: tensors have as many.
         cp_comm_type: not looked at.
         pg_collection: not looked at: heads are divided before they come here.
 
@@ -71,6 +72,8 @@ class SdpaCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -121,7 +124,7 @@ class SdpaCoreAttention(MegatronModule):
                 "thd". The mask is not looked at then, and a bias is that of the longest sample.
 
         Returns:
-            [queries, b, heads × head size].
+            [queries, b, heads × channels of a value].
         """
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         if query.is_cuda and not self.dropout:
@@ -173,7 +176,8 @@ class SdpaCoreAttention(MegatronModule):
         if cut is not None:
             key, value = self.kept_keys.keep(key, value, cut.starts(), cut.cuts)
         takes = partial(kernel_takes, query.dtype, query.size(2), on_cuda=has_kernel(query.device))
-        if takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
+        alike = value.size(2) == query.size(2)  # which multi-latent attention's are not
+        if alike and takes(dropout=self.training and self.dropout > 0, biased=bias is not None):
             if cut is not None and cut.has_prefix:  # without one keys would be copied as they are
                 attended = attend_pieces_in_kernel(query, key, value, cut, self.kept_keys, self.attend_in_kernel)
             else:

@@ -1,15 +1,18 @@
 """A run's model as one value, which providers, the profiler and plans read in place of Megatron's namespace."""
 
+import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
 from torch.nn.functional import gelu
 
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import Experts, Model
 from megatron_dynapipe.integration.models.positions import RELATIVE, Positions
@@ -33,21 +36,17 @@ class ModelConfig:
         transformer_impl: Megatron's name of the kind of layers.
         attention: the core attention of the layers.
         positions: how layers come to know positions.
-        rope_scaling: factor of LLaMA's scaling of rotary frequencies; None for none.
         tied: whether the head's weight is the word embeddings'.
         activation: `GELU_TANH`, or None for Megatron's own.
         softmax_scale: factor of attention's scores; None for Megatron's own, 1 / √(head size).
-        normalization: Megatron's name of the norm.
-        qk_layernorm: norms of queries and keys.
         sequence_parallel: whether states between layers are sharded over the tensor-parallel ranks.
         fp32_residual: whether states between layers are of fp32.
-        fp16_cross_entropy: whether a GPT's loss is computed in fp16.
         dtype: of parameters.
         gradient_dtype: of the buffer that gradients are added up in.
         dropout: whether anything is dropped.
         pattern: of a HybridModel's modules, without stages; empty for other models.
         experts: in place of a GPT's feed-forward networks; None for none.
-        megatron: makes Megatron's own configuration, from the namespace that Megatron alone reads.
+        arguments: the namespace, from which Megatron makes its own configuration.
     """
 
     stacks: Model
@@ -61,21 +60,17 @@ class ModelConfig:
     transformer_impl: str
     attention: CoreAttention
     positions: Positions
-    rope_scaling: float | None
     tied: bool
     activation: str | None
     softmax_scale: float | None
-    normalization: str
-    qk_layernorm: bool
     sequence_parallel: bool
     fp32_residual: bool
-    fp16_cross_entropy: bool
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     dropout: bool
     pattern: str
     experts: Experts | None
-    megatron: Callable[[], TransformerConfig]
+    arguments: argparse.Namespace
 
     @property
     def family(self) -> ModelFamily:
@@ -98,11 +93,6 @@ class ModelConfig:
         return self.positions.kind == RELATIVE and not self.engine_attention
 
     @property
-    def takes_mask(self) -> bool:
-        """Whether a GPT's attention needs a causal mask; others are causal by themselves, and faster without."""
-        return not self.transformer_engine and self.attention is CoreAttention.MEGATRON
-
-    @property
     def state_dtype(self) -> torch.dtype:
         """Type of the states that cross stage boundaries: that of Megatron's `pipeline_dtype`."""
         return torch.float32 if self.fp32_residual else self.dtype
@@ -115,13 +105,22 @@ class ModelConfig:
         Args:
             of_loop: what Megatron's loop has made; made here if None.
         """
-        config = of_loop or self.megatron()
+        config = of_loop or megatron_config(self.arguments)
         if self.activation == GELU_TANH:
             config.activation_func = partial(gelu, approximate="tanh")
             config.bias_activation_fusion = False  # Megatron's fused kernels have activations of their own
         if self.softmax_scale is not None:
             config.softmax_scale = self.softmax_scale
         return config
+
+
+def megatron_config(args: argparse.Namespace) -> TransformerConfig:
+    """Megatron's configuration of its arguments; raises ConfigError where it has no such model."""
+    try:
+        return core_transformer_config_from_args(args)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines() or ["it does not say why"]
+        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
 
 
 def expert_ranks(sizes: Any) -> int:

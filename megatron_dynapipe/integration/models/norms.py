@@ -3,8 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core.models.T5.t5_spec import LNImpl
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import layer_norm, rms_norm
 
@@ -58,9 +56,3 @@ class LocalNorm:
         for parameter in norm.parameters():
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
         return norm
-
-
-def local_norm(*, normalization: str, sequence_parallel: bool, fp32_residual: bool = False) -> Any:
-    """The class of norms for local layers: Megatron's choice (apex's, if installed), ours where that would refuse."""
-    theirs = WrappedTorchNorm if normalization == "RMSNorm" else LNImpl
-    return LocalNorm if (sequence_parallel or fp32_residual) and theirs is WrappedTorchNorm else theirs

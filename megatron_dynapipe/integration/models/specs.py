@@ -2,26 +2,35 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any, cast
 
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
 from megatron_dynapipe.integration.models.hybrid import PlannedHybridStack
-from megatron_dynapipe.integration.models.norms import local_norm
+from megatron_dynapipe.integration.models.norms import LocalNorm
 
 HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
 TENorm: Any = getattr(t5_spec, "TENorm", None)
-"""Transformer Engine's norm, None where that is not installed."""
+TEDotProductAttention: Any = getattr(t5_spec, "TEDotProductAttention", None)
+"""Transformer Engine's norm and attention, None where that is not installed."""
 
 ATTENTION: Mapping[str, type] = {
     **dict.fromkeys(("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention"), IdentityOp),
@@ -73,34 +82,39 @@ def t5_layer(
     Raises:
         ConfigError: Transformer Engine is asked for and not installed.
     """
-    if not engine:
-        stock = t5_spec.decoder_model_with_local_spec() if decoder else t5_spec.encoder_model_with_local_spec()
-        norm = local_norm(normalization=config.normalization, sequence_parallel=config.sequence_parallel)
-        local = local_layer(stock, norm, attention)
-        return (_without_causality(local) if biases_hide else local), norm
-    if not HAVE_TRANSFORMER_ENGINE:
+    if engine and not HAVE_TRANSFORMER_ENGINE:
         raise ConfigError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed",
             hint="install it, or use --transformer-impl local",
         )
-    kind = "decoder" if decoder else "encoder"
-    layer = engine_layer(getattr(t5_spec, f"{kind}_model_with_transformer_engine_default_spec")(), attention)
-    return (_without_causality(layer) if biases_hide else layer), t5_spec.TENorm
+    kind = f"{'decoder' if decoder else 'encoder'}_model_with"
+    name = f"{kind}_transformer_engine_default_spec" if engine else f"{kind}_local_spec"
+    layer = with_classes(getattr(t5_spec, name)(), run_classes(config, attention))
+    norm = TENorm if engine else layer.submodules.input_layernorm
+    return (_without_causality(layer) if biases_hide else layer), norm
 
 
-def engine_layer(layer: ModuleSpec, attention: CoreAttention) -> ModuleSpec:
-    """Megatron's layer of Transformer Engine's modules, with this core attention."""
-    if attention is CoreAttention.MEGATRON:
-        return layer
+def run_classes(config: TransformerConfig, attention: CoreAttention) -> Mapping[Any, Any]:
+    """The classes that a run has in place of Megatron's own choice: core attention, and norms of local layers."""
+    norm = WrappedTorchNorm if config.normalization == "RMSNorm" else t5_spec.LNImpl  # apex's, if installed
+    if norm is WrappedTorchNorm and (config.sequence_parallel or config.fp32_residual_connection):
+        norm = LocalNorm  # where Megatron's would refuse
+    classes = {t5_spec.LNImpl: norm, WrappedTorchNorm: norm}
+    if attention is not CoreAttention.MEGATRON:
+        classes |= dict.fromkeys((DotProductAttention, TEDotProductAttention), attention.module)
+    return classes
 
-    def attending(part: Any) -> Any:
-        if part is IdentityOp:
-            return part
-        return replace(part, submodules=replace(part.submodules, core_attention=attention.module))
 
-    parts: Any = layer.submodules
-    changes = {"self_attention": attending(parts.self_attention), "cross_attention": attending(parts.cross_attention)}
-    return replace(layer, submodules=replace(parts, **changes))
+def with_classes(spec: Any, classes: Mapping[Any, Any]) -> Any:
+    """A specification of layers, in which some classes stand in place of others."""
+    if isinstance(spec, list):
+        return [with_classes(part, classes) for part in spec]
+    if isinstance(spec, type):
+        return classes.get(spec, spec)
+    if not is_dataclass(spec):
+        return spec
+    spec = cast("Any", spec)
+    return replace(spec, **{field.name: with_classes(getattr(spec, field.name), classes) for field in fields(spec)})
 
 
 def _without_causality(layer: ModuleSpec) -> ModuleSpec:
@@ -109,35 +123,6 @@ def _without_causality(layer: ModuleSpec) -> ModuleSpec:
     attention = parts.self_attention
     free = replace(attention, params={**attention.params, "attn_mask_type": AttnMaskType.no_mask})
     return replace(layer, submodules=replace(parts, self_attention=free))
-
-
-def local_layer(layer: ModuleSpec, norm: Any, attention: CoreAttention) -> ModuleSpec:
-    """Megatron's local layer with this class of norms and this core attention."""
-
-    def normed(part: Any) -> Any:
-        return part if part is IdentityOp else norm
-
-    def attending(part: Any) -> Any:
-        if part is IdentityOp:
-            return part
-        changes: dict[str, Any] = {"core_attention": attention.module}
-        for name in ("q_layernorm", "k_layernorm"):
-            if getattr(part.submodules, name, None) is not None:
-                changes[name] = normed(getattr(part.submodules, name))
-        return replace(part, submodules=replace(part.submodules, **changes))
-
-    parts: Any = layer.submodules
-    return replace(
-        layer,
-        submodules=replace(
-            parts,
-            input_layernorm=normed(parts.input_layernorm),
-            self_attention=attending(parts.self_attention),
-            pre_cross_attn_layernorm=normed(parts.pre_cross_attn_layernorm),
-            cross_attention=attending(parts.cross_attention),
-            pre_mlp_layernorm=normed(parts.pre_mlp_layernorm),
-        ),
-    )
 
 
 def layers_of(modules: range, layers: Sequence[ModuleSpec]) -> list[ModuleSpec]:
@@ -161,16 +146,29 @@ def without(layer: ModuleSpec, modules: Mapping[str, Any]) -> ModuleSpec:
     return replace(layer, submodules=replace(parts, **modules))
 
 
-def hybrid_stack(dense: ModuleSpec, sparse: ModuleSpec | None, norm: Any) -> ModuleSpec:
-    """The modules of a HybridModel, from a GPT's layers.
+def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention: CoreAttention) -> Any:
+    """Megatron's choice of a stage's layers, with the run's classes."""
+    chosen = with_classes(default_layer_spec(config, vp_stage), run_classes(config.transformer, attention))
+    if config.transformer.transformer_impl != "local" or isinstance(chosen, TransformerBlockSubmodules):
+        return chosen
+    # Megatron would choose a final norm besides, whichever its installation has.
+    layers = [chosen] * get_num_layers_to_build(config.transformer, vp_stage)
+    return TransformerBlockSubmodules(layers, layer_norm=chosen.submodules.input_layernorm)
 
-    Args:
-        dense: a layer of attention and MLP.
-        sparse: one with experts; None for a model without.
-        norm: the class of the final norm.
-    """
+
+def hybrid_layers(config: TransformerConfig, attention: CoreAttention) -> ModuleSpec:
+    """A HybridModel's modules, from a GPT's layers: Megatron has Transformer Engine's alone, without q/k norms."""
+    engine = config.transformer_impl != "local"
+    build = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
+    build = partial(build, qk_layernorm=config.qk_layernorm)
+    if not engine:
+        build = partial(build, normalization=config.normalization)
+    classes = run_classes(config, attention)
+    dense: Any = with_classes(build(), classes)
     layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
-    if sparse is not None:
+    if experts := config.num_moe_experts:
+        sparse = with_classes(build(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm), classes)
         # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
         layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
-    return ModuleSpec(module=PlannedHybridStack, params={"norm": norm}, submodules=HybridStackSubmodules(**layers))
+    norm = {"norm": TENorm if engine else dense.submodules.input_layernorm}
+    return ModuleSpec(module=PlannedHybridStack, params=norm, submodules=HybridStackSubmodules(**layers))

@@ -2,33 +2,46 @@
 
     attention                  under every mode, at two lengths (a decoder: at three) and in a few packed rows
     layer, and its MLP         the same for memory, and the MLP's time once: it takes what its positions do
-    layer, frozen              all but weight gradients, which are the same under every mode
+    weight gradients           second halves of divided passes, the same under every mode, at three numbers of positions
     piece after m positions    attention to the prefix besides, under every mode at four lengths
 
 A half is measured in the layer itself, without the modules of the other half, as on a stage that holds it alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import batched
+from itertools import batched, count
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron_dynapipe.core.units import Recompute, round_up
-from megatron_dynapipe.costing.division import LAYER_KINDS, PEAK_UNIT, Division, LayerKind, Peak, Rates
+from megatron_dynapipe.costing.division import (
+    LAYER_KINDS,
+    PEAK_UNIT,
+    WEIGHT_UNIT,
+    Division,
+    LayerKind,
+    Peak,
+    Rates,
+    WeightTime,
+)
 from megatron_dynapipe.costing.surface import nonnegative_least_squares
-from megatron_dynapipe.integration.profiling.layers import Half, MeasuredModule, Point, only
+from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.integration.profiling.layers import Forward, Half, MeasuredModule, Point, only, run_backward
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, measured_by_ranks
 from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, of_row
 
 POSITIONS = 1024
 """Positions of the micro-batches that are measured, about."""
+POSITIONS_OF_PRODUCTS = {"cpu": 1024, "cuda": 16384}
+"""Of the largest micro-batch whose weight gradients are measured; on a GPU smaller products wait for their launches."""
+PARTS_OF_PRODUCTS = 4
+"""The smallest of these micro-batches has so many times fewer."""
 SHARE = 4
 """Samples are as long as the longest, and by this factor shorter."""
 LONG_FOR_PIECES = 512
@@ -71,6 +84,7 @@ def packed_halves(scope: Scope, measured: MeasuredRows, padded: HalvesByMode) ->
         padded: `padded_halves`, of whose kinds and modes these are.
     """
     packed: dict[tuple[LayerKind, Recompute], Halves] = {}
+    weights: dict[LayerKind, WeightTime | None] = {}
     for (kind, mode), (known, mlp) in padded.items():
         rows = measured.get((kind, mode), [])[: ROWS[kind]]
         part = scope.parts[kind]
@@ -81,8 +95,9 @@ def packed_halves(scope: Scope, measured: MeasuredRows, padded: HalvesByMode) ->
         terms = _terms([row for row, _ in rows])
         layer = np.array([values.stored_bytes for _, values in rows], float)
         division = _divided(terms, layer, attention, mlp, known.parameters, packed=True)
-        division = msgspec.structs.replace(division, weight_per_mille=known.weight_per_mille)
-        packed[kind, mode] = (division, mlp)
+        if kind not in weights:
+            weights[kind] = weight_time(scope, kind, packed=True)
+        packed[kind, mode] = (msgspec.structs.replace(division, weights=weights[kind]), mlp)
     return packed
 
 
@@ -122,9 +137,7 @@ def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
     _, *lengths = zip(*points, strict=True)
     small = (1, *(round_up(max(column) // SHARE) for column in lengths))
     terms = _terms([_row(kind, point) for point in (*points, small)])
-    layers = [partial(_values, scope, part, Recompute.NONE, None, point) for point in points]
-    frozen = [partial(_frozen_values, scope, part, point) for point in points]
-    trained = _all(scope, [*layers, *frozen])
+    weights = weight_time(scope, kind, packed=False)
     for mode in scope.modes:
         timed: dict[Half | None, Sequence[Point]] = {None: (), "attention": points, "mlp": points[-1:]}
         values = _all(scope, [
@@ -132,13 +145,12 @@ def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
             for half, timed_points in timed.items()
             for point in (*points, small)
         ])  # fmt: skip
-        if trained is None or values is None:
+        if values is None:
             return {}
         layer, attention, mlp_values = np.split(values, 3)
         mlp = _of_mlp(terms, mlp_values)
         division = _divided(terms, layer[:, 2], attention, mlp, _parameters(part))
-        per_mille = _weight_per_mille(terms[:-1], trained, division.forward)
-        by_mode[kind, mode] = msgspec.structs.replace(division, weight_per_mille=per_mille), mlp
+        by_mode[kind, mode] = msgspec.structs.replace(division, weights=weights), mlp
     return by_mode
 
 
@@ -160,9 +172,64 @@ def _values(
         return scope.measure(part, point, timed=timed)
 
 
-def _frozen_values(scope: Scope, part: MeasuredModule, point: Point) -> Values | None:
-    with _frozen(part.module):
-        return _values(scope, replace(part, alone=None), Recompute.NONE, None, point)
+def weight_time(scope: Scope, kind: LayerKind, *, packed: bool) -> WeightTime | None:
+    """What weight gradients of a layer take; None where adapters alone have any, or these passes do not fit."""
+    part = scope.parts[kind]
+    if part.trained_parameters < part.parameters:
+        return None
+    points = _points_of_products(scope, kind)
+    rows = [_row(kind, point) for point in points]
+    parts = [of_row(part, row) if packed else part for row in rows]
+    measures = [partial(_second_half, scope, *pair) for pair in zip(parts, points, strict=True)]
+    values = _all(scope, measures)
+    if values is None:
+        return None
+    took = np.maximum(values[:, 1], 1)
+    once, *rates = _solved(_terms(rows) * _LINEAR / took[:, None], np.ones(len(took))).tolist()
+    linear, _, memory = (round(rate * WEIGHT_UNIT) for rate in rates)
+    return WeightTime(round(once), linear, memory)
+
+
+def _points_of_products(scope: Scope, kind: LayerKind) -> list[Point]:
+    """Three micro-batches: the largest, one of fewer samples (a decoder's: of shorter targets), and the smallest."""
+    lengths = [scope.within.input_length, *[scope.within.target_length] * (kind == "decoder")]
+    most = min(POSITIONS_OF_PRODUCTS[scope.platform.device.type], scope.most_positions)
+    most = min(most, scope.within.size * sum(lengths))
+    shrink = min(most / PARTS_OF_PRODUCTS / sum(lengths), 1)
+    inputs, *targets = (round_up(max(int(length * shrink), 1)) for length in lengths)
+    size = max(most // (inputs + sum(targets)), PARTS_OF_PRODUCTS)
+    fewer = [round_up(length // PARTS_OF_PRODUCTS) for length in targets]
+    middle = (size, inputs, *fewer) if targets else (size // 2, inputs)
+    return [(size, inputs, *targets), middle, (size // PARTS_OF_PRODUCTS, inputs, *targets)]
+
+
+def _second_half(scope: Scope, part: MeasuredModule, point: Point) -> Values | None:
+    """`Values` of a divided pass, in which the backward is the second half alone, and all before it the forward."""
+    halves = {id(chain.module): equip([chain.module]).halves for chain in part.from_most_layers}
+
+    def divided(part: MeasuredModule) -> MeasuredModule:
+        of_part = halves[id(part.module)]
+
+        def prepare(point: Point) -> Forward:
+            forward = part.prepare(point)
+            passes = count()
+
+            def first_half() -> tuple[int, int]:
+                of_part.key = key = (next(passes), 0)
+                run_backward(forward())
+                of_part.key = None
+                return key
+
+            return first_half
+
+        return replace(part, prepare=prepare, backward=of_part.add_weight_gradients)
+
+    alone = None if part.alone is None else divided(part.alone)
+    try:
+        return _values(scope, replace(divided(part), alone=alone), Recompute.NONE, None, point)
+    finally:
+        for left in halves.values():
+            left.clear()
 
 
 def _all(scope: Scope, measures: Sequence[Callable[[], Values | None]]) -> Floats | None:
@@ -243,19 +310,6 @@ def _rates(terms: Floats, attention: Floats, mlp: Floats) -> Rates:
     return Rates(*_scaled(linear, inner, of_mlp, memory))
 
 
-def _weight_per_mille(terms: Floats, measured: Floats, forward: Rates) -> int:
-    """Weight gradients, in thousandths of the forward of all but attention's inside.
-
-    `measured` are `Values` of the layer at the terms' rows, and of the frozen layer, `[2 · rows, 4]`.
-    """
-    layer, frozen = np.split(measured, 2)
-    linears = terms @ [0, forward.linear + forward.mlp, 0, forward.memory]
-    share = linears / (linears + terms[:, 2] * forward.inner)
-    weights = float((layer[:, 1] - frozen[:, 1]).sum())
-    forward_ns = float((layer[:, 0] * share).sum())
-    return max(round(1000 * weights / forward_ns), 0)
-
-
 def _parameters(part: MeasuredModule) -> tuple[int, int]:
     with only("mlp", part):
         mlp = part.parameters
@@ -274,15 +328,3 @@ def _solved(terms: Floats, values: Floats) -> Floats:
     scale = np.maximum(np.abs(terms).max(axis=0), np.finfo(float).tiny)
     unit = max(float(np.abs(values).max()), np.finfo(float).tiny)
     return np.asarray(nonnegative_least_squares(terms / scale, values / unit) / scale * unit)
-
-
-@contextmanager
-def _frozen(module: torch.nn.Module) -> Iterator[None]:
-    """No gradients of parameters inside the block; those of norms and biases take little beside matrices'."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    module.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)

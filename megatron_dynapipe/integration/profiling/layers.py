@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +23,7 @@ from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.data.segments import CutSegment, causal_mask
+from megatron_dynapipe.integration.equip.built import built_chunks, decoder_only
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.equip.told import Told
 from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
@@ -36,7 +36,6 @@ from megatron_dynapipe.integration.models.packed_rows import (
     attention_row,
     self_row,
 )
-from megatron_dynapipe.integration.models.providers import gpt_provider
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
 from megatron_dynapipe.integration.models.t5_stage import T5Stage
 from megatron_dynapipe.integration.profiling.adapters import check as check_adapters
@@ -45,12 +44,18 @@ from megatron_dynapipe.integration.profiling.recipe import Build, builder_of
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
-Forward = Callable[[], Tensor]
+Forward = Callable[[], Any]
+"""Runs a pass, up to what its backward pass takes."""
 Lengths = tuple[int, ...]
 """Positions of every sample of a packed row."""
 Half = Literal["attention", "mlp"]
 CHAINED_ON_CUDA = 4
 """Layers timed together on a GPU: of the time before its first kernel a quarter is counted into each."""
+
+
+def run_backward(output: Tensor) -> None:
+    """The backward pass of what a forward returned."""
+    torch.autograd.backward(output, torch.ones_like(output))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,7 @@ class MeasuredModule:
         alone: the same with one layer, where `layers` are more: for what several do not fit the device with.
         prepare_piece: as `prepare`, of a piece of (own positions, positions before); None where samples stay whole.
         embedding: that of the model, which is counted and not timed: it is small against a stage. None of layers.
+        backward: takes what a forward returned.
     """
 
     name: str
@@ -76,6 +82,7 @@ class MeasuredModule:
     alone: "MeasuredModule | None" = None
     prepare_piece: Callable[[Point], Forward] | None = None
     embedding: torch.nn.Module | None = None
+    backward: Callable[[Any], None] = run_backward
 
     @property
     def from_most_layers(self) -> "tuple[MeasuredModule, ...]":
@@ -202,6 +209,8 @@ def _t5_parts(model: ModelConfig, make: "_Inputs", chained: int) -> list[Measure
     build = partial(T5Stage, config, model=model, pg_collection=groups)
     encoder = build(layout=inner, stage=1)
     decoder = build(layout=inner, stage=4)
+    for stage in (encoder, decoder):
+        equip([stage])
     ends = build(layout=whole, stage=0)
 
     def encode(batch: T5StageInputs, length: int, size: int) -> Forward:
@@ -252,16 +261,15 @@ def _builder_of(model: ModelConfig) -> Build:
     """What builds layers as entry scripts do."""
     config = model.transformer_config()
     config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    experts_everywhere = model.experts and msgspec.structs.replace(model.experts, layers=())
 
     def build(layers: int, *, ends: bool = False, experts: bool = True) -> GPTModel:
         changed = copy.copy(config)  # each has its own switches of recomputation
         changed.num_layers = layers
+        changed.moe_layer_freq = 1
         if not experts:
             changed.num_moe_experts = None
-        built = replace(model, experts=experts_everywhere)
-        return gpt_provider(built)(ends, ends, config=changed, pg_collection=groups)
+        built: GPTModel = built_chunks(decoder_only(model, config=changed), ends)[0]
+        return built
 
     return build
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
-from typing import NamedTuple, override
+from typing import Any, NamedTuple, override
 
 import torch
 import torch.distributed as dist
@@ -162,7 +162,7 @@ def measure(
     much. Times are 0 unless `timed`. `noise` is told of the repeats.
     """
     forward = part.prepare(point)
-    memory = _of_one_layer(pass_memory(forward, _backward, platform.device), part.layers)  # the warm-up, too
+    memory = _of_one_layer(pass_memory(forward, part.backward, platform.device), part.layers)  # the warm-up, too
     if not timed:
         return Values(0, 0, memory.stored_bytes, memory.peak_bytes)
     in_flight = deque(forward() for _ in range(_in_flight(memory, platform.device, shared=shared) - 1))
@@ -172,13 +172,13 @@ def measure(
     if hurried and on_cpu and not shared:
         fewest = 1
     if together > 1:
-        _warm_up(forward, platform, passes=SHARED_WARM if shared else None)
+        _warm_up(part, forward, platform, passes=SHARED_WARM if shared else None)
     began = time.perf_counter()
     ran_s = time.thread_time()
     end = began + (HURRIED_S if hurried else LONG_ENOUGH_S)
     times: list[tuple[int, int]] = []
     while len(times) < fewest or (len(times) < most and time.perf_counter() < end):
-        times += _time(forward, in_flight, platform, passes=together)
+        times += _time(part, forward, in_flight, platform, passes=together)
     if noise is not None:
         noise.add(times)
         if isinstance(platform, ThreadClock):
@@ -204,12 +204,12 @@ def sustain(device: torch.device, *, positions: int, hidden: int, seconds: float
         torch.cuda.synchronize(device)
 
 
-def _warm_up(forward: Forward, platform: DevicePlatform, *, passes: int | None) -> None:
+def _warm_up(part: MeasuredModule, forward: Forward, platform: DevicePlatform, *, passes: int | None) -> None:
     """So many passes, or as many as take `WARM_S`."""
     end = time.perf_counter() + WARM_S
     done = 0
     while done < passes if passes is not None else time.perf_counter() < end:
-        _backward(forward())
+        part.backward(forward())
         platform.synchronize()
         done += 1
 
@@ -235,7 +235,7 @@ def _fewest_of_ranks(count: int) -> int:
 
 
 def _time(
-    forward: Forward, in_flight: deque[torch.Tensor], platform: DevicePlatform, *, passes: int
+    part: MeasuredModule, forward: Forward, in_flight: deque[Any], platform: DevicePlatform, *, passes: int
 ) -> list[tuple[int, int]]:
     """ns of forwards, each with the backward of the oldest output in flight, launched without a wait between them."""
     platform.align()
@@ -244,14 +244,10 @@ def _time(
         begin = platform.mark()
         in_flight.append(forward())
         middle = platform.mark()
-        _backward(in_flight.popleft())
+        part.backward(in_flight.popleft())
         marks.append((begin, middle, platform.mark()))
     platform.synchronize()
     return [(middle() - begin(), end() - middle()) for begin, middle, end in marks]
-
-
-def _backward(output: torch.Tensor) -> None:
-    torch.autograd.backward(output, torch.ones_like(output))
 
 
 def communicable() -> torch.device:

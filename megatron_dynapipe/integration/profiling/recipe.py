@@ -38,7 +38,7 @@ def builder_of(recipe: Path, *, tensor_parallel: int) -> tuple[Build, int]:
             "tensor_model_parallel_size": tensor_parallel,
             "moe_layer_freq": [int(experts)] * layers,
             "moe_router_force_load_balancing": experts and bool(transformer.num_moe_experts),  # as costs have it
-            **_ALONE,
+            **ON_ONE_STAGE,
         }
         if (pattern := getattr(model, "hybrid_layer_pattern", None)) is not None:
             of_one_stage["hybrid_layer_pattern"] = ("*E" if experts and "E" in pattern else "*-") * layers
@@ -55,7 +55,7 @@ def builder_of(recipe: Path, *, tensor_parallel: int) -> tuple[Build, int]:
     return build, _alternating(_instance(described))
 
 
-_ALONE: dict[str, Any] = {
+ON_ONE_STAGE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "pipeline_model_parallel_layout": None,
@@ -70,7 +70,7 @@ _ALONE: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-"""A model on one stage, whose layers choose by themselves what is computed again."""
+"""What a recipe's model has on one stage that holds all of it, and that computes nothing again."""
 
 
 def _instance(described: dict[str, Any]) -> Any:

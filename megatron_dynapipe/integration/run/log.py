@@ -225,11 +225,11 @@ class RunLog:
         """Write the records that are left."""
         self._recorder.flush()
 
-    def print_report(self, planning_load: str) -> None:
-        """At the run's end: gather every rank's records and print the summary and the planner's load, on rank 0."""
+    def print_report(self, of_planners: str) -> None:
+        """At the run's end: gather every rank's records and print the summary and what planners say, on rank 0."""
         summary = self._recorder.report()
         if summary is not None:
-            say("\n".join(filter(None, [summary, planning_load])))
+            say("\n".join(filter(None, [summary, of_planners])))
 
 
 def _peak_flops(host: Host) -> float:

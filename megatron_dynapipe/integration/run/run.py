@@ -198,7 +198,7 @@ class Run:
     def print_report(self) -> None:
         """At the run's end: gather every rank's records and print the summary, on rank 0."""
         if self.log is not None:
-            self.log.print_report("" if self._supply is None else self._supply.planning_load)
+            self.log.print_report("" if self._supply is None else self._supply.said_at_the_end())
 
 
 def split_of(data_iterator: Any) -> str:

@@ -6,6 +6,7 @@ first of a node    starts the node's planner process (without a number of cores 
 every rank         prefetches its share of every split's iterations
 """
 
+import contextlib
 import functools
 import os
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import Self
 import msgspec
 import torch
 
-from megatron_dynapipe.core.errors import PlanError, PlannerFailedError
+from megatron_dynapipe.core.errors import PlanError, PlannerFailedError, StoreError
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta
@@ -43,6 +44,8 @@ from megatron_dynapipe.store import (
 from megatron_dynapipe.store.codec import decode_entry
 from megatron_dynapipe.store.entry import StageEntry
 
+_GAIN_S = 2.0
+"""How long a run's end waits for what its planner says of it."""
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
 name; how many seconds a key stays that nobody deletes, None for ever."""
@@ -97,10 +100,14 @@ class PlanSupply:
             kind = error = trace = None
         self._resources.__exit__(kind, error, trace)
 
-    @property
-    def planning_load(self) -> str:
-        """How much of its cores this node's planner has taken, as a line of text; empty where there is none."""
-        return "" if self._planner is None else f"planning: {self._planner.load} of this node"
+    def said_at_the_end(self) -> str:
+        """What planners say of a run: how much of its cores this node's has taken, what plans gain over packed rows."""
+        if self._planner is None:
+            return ""
+        gain = b""
+        with contextlib.suppress(StoreError):  # of a run that ends before the planner has compared them
+            _, gain = self._store.wait_any([self._keys.gain], timeout_s=_GAIN_S, what="what plans gain")
+        return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
         """One split's iterations for this rank, prefetched until the block ends."""
@@ -182,10 +189,10 @@ class PlanSupply:
         if not self._node.is_first:
             return
         run, (address, job, retention_s) = self._settings, launch
-        keys = PlanKeys(job=job, settings_digest=self._inputs.digest())
+        self._keys = keys = PlanKeys(job=job, settings_digest=self._inputs.digest())
         reply_timeout_s = min(REPLY_TIMEOUT_S, run.timeout_s / 2)
         store = open_store(address, retention_s=retention_s, reply_timeout_s=reply_timeout_s)
-        self._resources.enter_context(store)
+        self._store = self._resources.enter_context(store)
         run.report_folder.mkdir(parents=True, exist_ok=True)
         node = machine.node_of(self._control.rank)
         if node < run.planners:

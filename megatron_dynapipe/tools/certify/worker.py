@@ -24,8 +24,9 @@ def train(role: str, family: str, folder: Path) -> None:
     from megatron_dynapipe.tools.certify.records import RankRecord
     from megatron_dynapipe.tools.certify.reference import ReferenceRun
 
-    make: Any = runs.RUNS[ModelFamily(family)]
-    run, arguments = make(run_type=ReferenceRun if role == "reference" else ProbedRun)
+    run_type: Any = ReferenceRun if role == "reference" else ProbedRun
+    run: Any
+    run, arguments = runs.planned_run(ModelFamily(family), run_type=run_type)
     run.record = record = RankRecord()
     run.folder = folder
     log = training.training_log

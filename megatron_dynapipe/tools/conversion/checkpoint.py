@@ -19,8 +19,8 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.hugging_face import Flags
 from megatron_dynapipe.digests import check_digests, write_digests
 from megatron_dynapipe.integration.entry.resume_record import newest
+from megatron_dynapipe.integration.equip.built import built_stages
 from megatron_dynapipe.integration.flags.trackers import RELEASE, TRACKER
-from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 
 
@@ -54,8 +54,7 @@ def _as_arguments(name: str, value: str | int | float | bool) -> list[str]:
 
 
 def _build(setup: ProfileSetup) -> nn.Module:
-    provide = gpt_provider(setup.model) if setup.layout is None else t5_provider(setup.model, setup.layout)
-    model: nn.Module = provide(pre_process=True, post_process=True)
+    model: nn.Module = built_stages(setup.model, setup.layout)[0]
     return model.to(setup.model.dtype)
 
 

@@ -4,37 +4,25 @@ Weights are drawn from their names and places in the whole model, so that every 
 """
 
 import zlib
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import PipelineLayout, model_of_layers, stage_modules
-from megatron_dynapipe.costing.pattern import megatron_layout, with_stages
+from megatron_dynapipe.costing import PipelineLayout, model_of_layers
+from megatron_dynapipe.costing.pattern import with_stages
+from megatron_dynapipe.integration.equip.built import built_chunks
+from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves
 from megatron_dynapipe.integration.hooks import fused_kernels
 from megatron_dynapipe.integration.hooks.originals import Originals
-from megatron_dynapipe.integration.models.norms import local_norm
 from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import (
-    CoreAttention,
-    TENorm,
-    engine_layer,
-    hybrid_stack,
-    layers_of,
-    local_layer,
-)
+from megatron_dynapipe.integration.models.specs import CoreAttention, gpt_layers, hybrid_layers
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.tools.certify.parameters import entries
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
@@ -46,7 +34,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def config(layout: Layout) -> TransformerConfig:
     encoder, _ = layout.layers
     uneven = layout.split is not None
-    gpt_split = uneven and layout.kind is ModelFamily.GPT and not layout.pattern
     interleaved = layout.chunks > 1 or uneven
     return TransformerConfig(
         num_layers=encoder,
@@ -59,7 +46,6 @@ def config(layout: Layout) -> TransformerConfig:
         sequence_parallel=layout.sequence,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=layout.chunks if interleaved and layout.chunks > 1 else None,
-        pipeline_model_parallel_layout=megatron_layout(layout.split) if gpt_split else None,
         is_hybrid_model=bool(layout.pattern),
         pipeline_dtype=DTYPES[layout.dtype],
         params_dtype=DTYPES[layout.dtype],
@@ -97,60 +83,49 @@ def t5_split(layout: Layout) -> PipelineLayout | None:
 def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]:
     """This rank's chunks, with weights drawn from their names."""
     stage, model_config = parallel_state.get_pipeline_model_parallel_rank(), config(layout)
-    chunks: list[torch.nn.Module] = []
-    for chunk in range(layout.chunks):
-        if split is not None:
-            model = T5Stage(
-                model_config,
-                layout=split,
-                stage=chunk * layout.stages + stage,
-                model=t5_model(
-                    vocabulary=VOCABULARY,
-                    max_positions=MAX_LENGTH,
-                    positions=Positions(kind=layout.positions, relative_buckets=8),
-                    attention=CoreAttention(layout.attention),
-                    tied=layout.tied,
-                    transformer_impl=model_config.transformer_impl,
-                ),
-            )
-        else:
-            model = decoder_only(layout, model_config, chunk)(
-                config=model_config,
-                vocab_size=VOCABULARY,
-                max_sequence_length=MAX_LENGTH,
-                pre_process=stage == 0 and chunk == 0,
-                post_process=stage == layout.stages - 1 and chunk == layout.chunks - 1,
-                share_embeddings_and_output_weights=layout.tied,
-                position_embedding_type=layout.positions,
-                vp_stage=chunk if layout.chunks > 1 else None,
-            )
-        draw_weights(model)
-        chunks.append(model)
+    if split is None:
+        chunks = built_chunks(decoder_only(layout, model_config))
+    else:
+        model = t5_model(
+            vocabulary=VOCABULARY,
+            max_positions=MAX_LENGTH,
+            positions=Positions(kind=layout.positions, relative_buckets=8),
+            attention=CoreAttention(layout.attention),
+            tied=layout.tied,
+            transformer_impl=model_config.transformer_impl,
+        )
+        chunks = [
+            T5Stage(model_config, layout=split, stage=chunk * layout.stages + stage, model=model)
+            for chunk in range(layout.chunks)
+        ]
+    for chunk in chunks:
+        draw_weights(chunk)
     if split is not None and layout.chunks > 1:
         share_weights(chunks)
     return chunks
 
 
-def decoder_only(layout: Layout, model_config: TransformerConfig, chunk: int) -> Callable[..., torch.nn.Module]:
-    """Megatron's GPTModel or HybridModel, with the layers of a chunk as the entry script's providers make them."""
-    norm = local_norm(normalization="LayerNorm", sequence_parallel=layout.sequence)
-    layer = local_layer(get_gpt_layer_local_spec(), norm, CoreAttention(layout.attention))
-    if layout.engine:
-        norm = TENorm
-        layer = engine_layer(get_gpt_layer_with_transformer_engine_spec(), CoreAttention(layout.attention))
+def decoder_only(layout: Layout, model_config: TransformerConfig) -> GPTModelConfig | HybridModelConfig:
+    """What Megatron builds its GPTModel or HybridModel from, as `providers.decoder_only`."""
+    attention = CoreAttention(layout.attention)
+    shared = {
+        "transformer": model_config,
+        "vocab_size": VOCABULARY,
+        "seq_length": MAX_LENGTH,
+        "share_embeddings_and_output_weights": layout.tied,
+        "position_embedding_type": layout.positions,
+        "pre_wrap_hooks": [drop_halves],
+    }
     if layout.pattern:
         virtual = layout.stages * layout.chunks
         split = layout.split or (layout.depth // virtual,) * virtual
         pattern = with_stages(layout.pattern, split)
-        return partial(HybridModel, hybrid_stack_spec=hybrid_stack(layer, None, norm), hybrid_layer_pattern=pattern)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+        stack = hybrid_layers(model_config, attention)
+        return HybridModelConfig(**shared, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern)
     if layout.split is not None:
         pipeline = PipelineLayout.of_layers(model_of_layers(layout.kind, layout.depth), layout.split, layout.chunks)
-        modules = stage_modules(pipeline)[chunk * layout.stages + stage].encoder
-        layers = layers_of(modules, [layer] * layout.depth)
-    else:
-        layers = [layer] * get_num_layers_to_build(model_config, chunk if layout.chunks > 1 else None, stage)
-    return partial(GPTModel, transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm))
+        model_config.pipeline_model_parallel_layout = OverlappingLayout(pipeline.modules_per_stage, layout.stages)
+    return GPTModelConfig(**shared, transformer_layer_spec=partial(gpt_layers, attention=attention))
 
 
 def draw_weights(model: torch.nn.Module) -> None:

@@ -72,6 +72,20 @@ def test_iterations_have_the_losses_of_stock_megatron(ranks, flags, schedule, it
     assert expected[str(iterations)] < expected["1"] - 0.1
 
 
+def test_latent_attention_has_the_losses_of_stock_megatron(data, tmp_path):
+    """DeepSeek's, in padded and in packed rows, and in pieces of samples."""
+    flags = "--multi-latent-attention --position-embedding-type rope --rope-type rope --kv-lora-rank 16"
+    flags += " --q-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 --normalization RMSNorm"
+    flags += " --disable-bias-linear"
+    start = f"{flags} --save {tmp_path / 'saved'} --save-interval 1 --train-iters 1"
+    train_stock(data, start, 1)
+    flags += f" --load {tmp_path / 'saved'} --finetune --train-iters 4 {TWO}"
+    expected = train_stock(data, flags, 2)[-1]["losses"]
+    for layout in ("padded", "packed", "packed --dynapipe-slices 16"):
+        ours = train_planned(data, f"{flags} --dynapipe-layout {layout}", 2, tmp_path / layout)[-1]["losses"]
+        assert ours == pytest.approx(expected, rel=1e-5) and len(ours) == 4
+
+
 @pytest.mark.slow
 def test_packed_rows_of_samples_of_one_length_have_the_losses_of_stock_megatron(start, data, tmp_path):
     flags = f"{TWO} {start} --train-iters 50"

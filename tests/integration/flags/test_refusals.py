@@ -11,6 +11,7 @@ from megatron_dynapipe.integration.flags import fork
 from megatron_dynapipe.integration.flags.refusals import (
     ENTRY_SCRIPTS,
     EVERYWHERE,
+    EXPERTS,
     LOCAL,
     SCRIPTS,
     T5,
@@ -23,7 +24,14 @@ from tests.helpers.processes import run_ranks
 NEWER = {"sequence_packing_scheduler", "use_varlen_dataset", "varlen_sbhd_validation", "dynamic_context_parallel"}
 NEWER |= {"varlen_mock_dataset_config_json"}
 """Arguments of Megatron's branches main and dev that 0.19 does not have."""
-TABLES = {"everywhere": EVERYWHERE, "scripts": SCRIPTS, "entry scripts": ENTRY_SCRIPTS, "local": LOCAL, "T5": T5}
+TABLES = {
+    "everywhere": EVERYWHERE,
+    "experts": EXPERTS,
+    "scripts": SCRIPTS,
+    "entry scripts": ENTRY_SCRIPTS,
+    "local": LOCAL,
+    "T5": T5,
+}
 NAMES = {name: (table, row) for table, rows in TABLES.items() for row in rows for name in row.names.split()}
 
 
@@ -62,7 +70,8 @@ def test_a_name_that_is_asked_for_is_refused_with_its_flag_and_its_reason(name: 
     table, row = NAMES[name]
     value = 2 if row.unasked == 1 else "asked"
     args = argparse.Namespace(
-        use_dynapipe=table in ("everywhere", "scripts"),
+        use_dynapipe=table in ("everywhere", "experts", "scripts"),
+        num_experts=4 if table == "experts" else None,
         transformer_impl="local" if table == "local" else "transformer_engine",
         **{name: value},
     )
@@ -78,9 +87,19 @@ def test_a_flag_is_named_as_megatron_names_it() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--no-graphs", dest="cuda_graph_impl", action="store_const", const="none")
     parser.add_argument("--graphs", dest="cuda_graph_impl", action="store_const", const="local")
-    args = parser.parse_args(["--graphs"], argparse.Namespace(use_dynapipe=True, transformer_impl="local"))
+    plain = argparse.Namespace(use_dynapipe=True, transformer_impl="local", num_experts=None)
+    args = parser.parse_args(["--graphs"], plain)
     with pytest.raises(ConfigError, match="--graphs cannot be used"):
         check(args, ModelFamily.GPT, parser._actions[1:])
+
+
+@pytest.mark.parametrize(
+    ("value", "is_asked"),
+    [("aux_loss", False), (["none", "seq_aux_loss"], False), ("sinkhorn", True), (["aux_loss", "sinkhorn"], True)],
+)
+def test_a_word_that_is_taken_is_not_refused(value: object, is_asked: bool) -> None:
+    refused = first_asked(EXPERTS, {"moe_router_load_balancing_type": value}.get)
+    assert (refused is not None) == is_asked
 
 
 @pytest.mark.parametrize(
@@ -92,7 +111,8 @@ def test_an_unasked_value_is_not_refused(value: object, is_asked: bool) -> None:
 
 
 def test_a_patched_checkout_builds_its_own_model() -> None:
-    check(argparse.Namespace(use_dynapipe=True, transformer_impl="local", spec="mine"), ModelFamily.GPT, [])
+    args = argparse.Namespace(use_dynapipe=True, transformer_impl="local", num_experts=None, spec="mine")
+    check(args, ModelFamily.GPT, [])
 
 
 @pytest.mark.parametrize("name", ["mtp_num_layers", "use_megatron_fsdp", "context_parallel_size"])

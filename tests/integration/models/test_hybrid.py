@@ -24,22 +24,17 @@ STOCK = {
 @in_ranks(1)
 def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from megatron_dynapipe.integration.equip.experts import equip_experts
-    from megatron_dynapipe.integration.models.norms import local_norm
-    from megatron_dynapipe.integration.models.specs import CoreAttention, hybrid_stack, local_layer
+    from megatron_dynapipe.integration.models.specs import CoreAttention, hybrid_layers
     from tests.integration.models.attention_ranks import config, start
 
     start()
-    norm = local_norm(normalization="LayerNorm", sequence_parallel=False)
-    dense, sparse = (
-        local_layer(get_gpt_layer_local_spec(num_experts=experts), norm, CoreAttention.SDPA) for experts in (None, 4)
-    )
+    of_model = config(num_layers=3, num_moe_experts=4, add_bias_linear=False, transformer_impl="local")
     model = HybridModel(
-        config=config(num_layers=3, num_moe_experts=4, add_bias_linear=False, is_hybrid_model=True),
-        hybrid_stack_spec=hybrid_stack(dense, sparse, norm),
+        config=of_model,
+        hybrid_stack_spec=hybrid_layers(of_model, CoreAttention.SDPA),
         hybrid_layer_pattern="*-E",
         vocab_size=64,
         max_sequence_length=16,

@@ -13,7 +13,8 @@ def test_norm(normalization):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_dynapipe.core.errors import ConfigError
-    from megatron_dynapipe.integration.models.norms import LocalNorm, local_norm
+    from megatron_dynapipe.integration.models.norms import LocalNorm
+    from megatron_dynapipe.integration.models.specs import CoreAttention, run_classes
 
     def config(**changes: object) -> TransformerConfig:
         made = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "normalization": normalization}
@@ -26,9 +27,12 @@ def test_norm(normalization):
     assert norm.state_dict().keys() == theirs.state_dict().keys()
     assert all(parameter.sequence_parallel for parameter in norm.parameters())
     assert not any(parameter.sequence_parallel for parameter in LocalNorm(config(), 8).parameters())
-    assert local_norm(normalization=normalization, sequence_parallel=False) in (WrappedTorchNorm, LNImpl)
-    assert local_norm(normalization="RMSNorm", sequence_parallel=True) is LocalNorm
-    assert local_norm(normalization="RMSNorm", sequence_parallel=False, fp32_residual=True) is LocalNorm
+    for changes, expected in (
+        ({}, WrappedTorchNorm if normalization == "RMSNorm" else LNImpl),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, LocalNorm),
+        ({"fp32_residual_connection": True}, LocalNorm),
+    ):
+        assert run_classes(config(**changes), CoreAttention.MEGATRON)[WrappedTorchNorm] is expected
     wide = LocalNorm(config(fp32_residual_connection=True), 8, 1e-3).bfloat16()
     assert wide(state).dtype == torch.bfloat16 and torch.equal(wide(state), theirs(state).bfloat16())
     for refused, said in (({"layernorm_zero_centered_gamma": True}, "centred around zero"), ({}, "got L2Norm")):

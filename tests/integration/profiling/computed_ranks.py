@@ -19,7 +19,7 @@ from megatron_dynapipe.costing.analytic import layer_costs
 from megatron_dynapipe.costing.experts import with_expert_parallel
 from megatron_dynapipe.costing.state import parameter_bytes
 from megatron_dynapipe.costing.work import LayerWork
-from megatron_dynapipe.integration.models.providers import gpt_provider, t5_provider
+from megatron_dynapipe.integration.equip.built import built_stages
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule, Point, build_parts
 from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.memory import pass_memory
@@ -69,8 +69,7 @@ def _parameters(
     setup: ProfileSetup, *, pipeline_parallel: int = 1, tensor_parallel: int = 1, expert_parallel: int = 1
 ) -> tuple[int, int]:
     model, stage = setup.model, torch.distributed.get_rank() % pipeline_parallel
-    ends = {"pre_process": stage == 0, "post_process": stage == pipeline_parallel - 1}
-    built = t5_provider(model, setup.layout)() if setup.layout else gpt_provider(model)(**ends)
+    (built,) = built_stages(model, setup.layout)
     layout = PipelineLayout.equal(model.stacks, pipeline_parallel)
     shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
     costs = AnalyticCostModel(shape, CPU_RATES, max_size=1, max_length=8)

@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dynapipe.core.executor import Mark
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
-from megatron_dynapipe.costing.division import PEAK_UNIT, Rates
+from megatron_dynapipe.costing.division import LAYER_KINDS, PEAK_UNIT, WEIGHT_UNIT, Rates
 from megatron_dynapipe.costing.tabulate import PartTables
 from megatron_dynapipe.integration.profiling import division as profiled
 from megatron_dynapipe.integration.profiling.layers import build_parts, only
 from megatron_dynapipe.integration.profiling.measure import Scope
 from megatron_dynapipe.integration.profiling.packed import MeasuredRows, Row, measure_rows, of_row, row_tables
 from megatron_dynapipe.integration.profiling.setup import prepared
-from megatron_dynapipe.runtime.platform import platform_of
+from megatron_dynapipe.runtime.platform import CpuPlatform, platform_of
 from tests.helpers.stage_costs import parts_of
 
 WITHIN = Shape(size=8, input_length=64, target_length=32)
@@ -49,7 +51,40 @@ def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[st
             "stored": stored,
             "halves": _halves(scope, rows),
             "prefixes": _prefixes(replace(scope, within=LONG)),
+            "weights": _weights(replace(scope, platform=OperationsClock())),
         }
+
+
+class OperationsClock(CpuPlatform):
+    """A device on which time passes by the operations of products: a ns each."""
+
+    def __init__(self) -> None:
+        self.counter = FlopCounterMode(display=False)
+
+    def mark(self) -> Mark:
+        done = self.counter.get_total_flops()
+        return lambda: done
+
+
+def _weights(scope: Scope) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """By kind of layer, [once, by position, by position of the encoder's output] of weight gradients.
+
+    As measured padded, as measured in packed rows, and counted: two operations for each element of the weights.
+    """
+    measured = {}
+    assert isinstance(scope.platform, OperationsClock)
+    for kind in set(scope.parts) & set(LAYER_KINDS):
+        with scope.platform.counter:
+            times = [profiled.weight_time(scope, kind, packed=packed) for packed in (False, True)]
+        matrices = {
+            name: 2 * weight.numel()
+            for name, weight in scope.parts[kind].module.named_parameters()
+            if weight.dim() == 2
+        }
+        keys = sum(count for name, count in matrices.items() if "cross_attention.linear_kv" in name)
+        in_ns = [[time.once, time.linear / WEIGHT_UNIT, time.memory / WEIGHT_UNIT] for time in times if time]
+        measured[kind] = (*in_ns, [0, sum(matrices.values()) - keys, keys])
+    return measured
 
 
 def _prefixes(scope: Scope) -> dict[str, list[list[float]]]:

@@ -29,6 +29,11 @@ def test_tables_of_packed_rows_predict_what_a_row_stores(family, layers):
     prefixes = found["prefixes"].values()
     assert family == "t5" or any(sum(times[1:]) > 0 for each in prefixes for times in each[:2]), "more keys take longer"
     assert not any(sum(stored) for _, _, stored, _ in prefixes), "earlier keys are kept once, by their own pieces"
+    for kind, (padded, packed, counted) in found["weights"].items():
+        assert padded == pytest.approx(counted, rel=1e-3, abs=8) and packed == pytest.approx(padded, rel=1e-3, abs=8), (
+            kind
+        )
+    assert found["weights"].keys() == set(layers)
     wrong = {name: pair for name, pair in found["halves"].items() if not 0.95 <= pair[0] / pair[1] <= 1.15}
     assert len(found["halves"]) == 24 * len(layers) and wrong == {}, f"(predicted, measured): {wrong}"
 

@@ -5,16 +5,23 @@ import signal
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from megatron_dynapipe.core.errors import CheckpointError, ConfigError
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import CPU_RATES, ModelShape
 from megatron_dynapipe.integration.flags.trackers import TRACKER
+from megatron_dynapipe.sampling import SamplerSettings
+from megatron_dynapipe.service.planned_splits import split_sampler
+from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs, SplitSettings
 from megatron_dynapipe.tools import elastic
-from megatron_dynapipe.tools.tuning import Space, TunedLayout, tune
+from megatron_dynapipe.tools.elastic import ElasticLayout
+from megatron_dynapipe.tools.tuning import Space, tune
 from tests.core.planner_cases import batch, cost_model
 from tests.helpers.processes import run_ranks
+from tests.helpers.samples import write_samples
 from tests.helpers.settings import settings_in_layers
 
 GPT = ModelFamily.GPT
@@ -194,10 +201,55 @@ BASE = settings_in_layers(
 )
 
 
-def best(ranks: int, memory_limit_bytes: int = 2 * 10**9) -> TunedLayout:
+def best(ranks: int, memory_limit_bytes: int = 2 * 10**9) -> ElasticLayout:
     space = Space(devices=ranks, distributed_optimizer=False, tensor_sizes=(1,), global_batch_size=12)
     base = msgspec.structs.replace(BASE, memory_limit_bytes=memory_limit_bytes)
-    return tune(base, cost_model(GPT), [batch(GPT, 12)], space, top=1).layouts[0]
+    found = tune(base, cost_model(GPT), [batch(GPT, 12)], space, top=1).layouts[0]
+    return msgspec.json.decode(msgspec.json.encode(found), type=ElasticLayout)
+
+
+def run_inputs(folder: Path, memory_limit_bytes: int = 2 * 10**9) -> PlanInputs:
+    """Of a run of one rank over samples of different lengths."""
+    lengths = np.random.default_rng(5).integers(1, 120, 200).tolist()
+    write_samples(folder / "train", [[[0] * length, [0]] for length in lengths], 512)
+    sampler = SamplerSettings(family=GPT, seed=1, samples_per_iteration=12, max_input_length=128, max_target_length=128)
+    shape = ModelShape(family=GPT, hidden=128, heads=4, kv_channels=32, ffn=512, vocabulary=512)
+    return PlanInputs(
+        data_folder=str(folder),
+        splits=(SplitSettings(name="train", sampler=sampler),),
+        planner=msgspec.structs.replace(BASE, memory_limit_bytes=memory_limit_bytes),
+        costs=AnalyticCosts(shape=shape, rates=CPU_RATES, max_size=16, max_length=256),
+    )
+
+
+def test_a_layout_is_chosen_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The one that a search in this process finds for the run's first batches."""
+    inputs = run_inputs(tmp_path)
+    space = {"devices": 4, "tensor_sizes": (1,), "distributed_optimizer": False, "global_batch_size": 12}
+    sampler = split_sampler(tmp_path, inputs.splits[0])
+    batches = [sampler.batch(at) for at in range(elastic.BATCHES)]
+    expected = tune(inputs.planner, inputs.costs.load(), batches, msgspec.convert(space, Space), top=1).layouts[0]
+    found = elastic.tuned(inputs, space, deadline_s=60)
+    assert found.predicted_ms is not None
+    assert {name: getattr(expected, name) for name in found.__struct_fields__} == msgspec.structs.asdict(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "hint"),
+    [
+        pytest.param({"deadline_s": 0.1}, "no layout of 1 ranks could be chosen: not in 0 s", None, id="deadline"),
+        pytest.param(
+            {"data": True}, "no layout of 1 ranks could be chosen: expected .*a dataset", "prepare", id="data"
+        ),
+    ],
+)
+def test_why_that_process_could_not_choose_is_told(tmp_path: Path, given, message: str, hint: str | None) -> None:
+    inputs = run_inputs(tmp_path)
+    if given.pop("data", False):
+        inputs = msgspec.structs.replace(inputs, data_folder=str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=message) as refused:
+        elastic.tuned(inputs, {"devices": 1}, **({"deadline_s": 60} | given))
+    assert (hint or "") in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize(
