@@ -102,7 +102,7 @@ def planned(
 def _costs_of(models: Sequence[torch.nn.Module], costs: CostModel | str | Path) -> CostModel:
     """The costs of models that can be planned; raises as `planned`."""
     model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs
-    check_models(models, model)
+    check_models(models)
     return model
 
 

@@ -34,8 +34,8 @@ _REFUSED: Mapping[str, str] = {
 """Names in a model's configuration that planned passes would get wrong, and why."""
 
 
-def check_models(models: Sequence[nn.Module], costs: CostModel) -> None:
-    """Refuse models that planned passes would train wrongly, or do not know.
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Refuse models that planned passes would train wrongly.
 
     Raises:
         ConfigError: naming the first reason.
@@ -46,9 +46,6 @@ def check_models(models: Sequence[nn.Module], costs: CostModel) -> None:
             raise ConfigError(f"planned passes do not support {name}={value}: {why}")
     if getattr(getattr(models[0], "ddp_config", None), "use_megatron_fsdp", False):
         raise ConfigError("planned passes do not support Megatron's FSDP: its ranks gather weights in every pass")
-    inner = unwrap_model(list(models))
-    if costs.family.is_encoder_decoder or any(isinstance(chunk, HybridModel) for chunk in inner):
-        raise ConfigError("expected a GPT, whose layers have an attention and an MLP each, got another model")
 
 
 def settings_of(
@@ -66,6 +63,9 @@ def settings_of(
         ConfigError: settings that are not what is expected, or that the models decide.
     """
     config = get_model_config(models[0])
+    inner = unwrap_model(list(models))
+    if costs.family.is_encoder_decoder or any(isinstance(chunk, HybridModel) for chunk in inner):
+        raise ConfigError("expected a GPT, whose layers have an attention and an MLP each, got another model")
     stage = parallel_state.get_pipeline_model_parallel_rank()
     own = [stage, _state_bytes(models, config), *map(modules_held, models)]
     rows = [row.tolist() for row in control.gather(torch.tensor(own))]
