@@ -30,7 +30,7 @@ from megatron_dynapipe.report.records import (
 from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
-from megatron_dynapipe.service.corrections import Correction
+from megatron_dynapipe.service.corrections import Correction, in_force
 
 _REPORT_S = 120.0
 """Deadline of the summary at a run's end."""
