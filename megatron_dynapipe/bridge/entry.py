@@ -58,6 +58,7 @@ def planned(
     store_bind: str = "127.0.0.1",
     planner_cores: int = 1,
     ahead: int = 8,
+    correct: bool = True,
     timeout_s: float = 300.0,
     report_folder: str | Path = REPORT_FOLDER,
 ) -> Iterator[PlannedRecipe]:
@@ -73,10 +74,9 @@ def planned(
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
         memory_limit_mb: memory of one device that plans may use; by default what the cluster's file or the device says.
         cluster: a file of memory and links; "auto" finds one by the device's name, "none" uses none.
-        store_url_file: holds the URL of an existing plan store; by default the run starts one.
-        store_bind: address at which its own store listens, for runs on several nodes.
-        planner_cores: cores of each node that plan, an iteration each.
-        ahead: iterations planned ahead of training.
+        store_url_file, store_bind: the URL of an existing plan store; else the address at which the run's own listens.
+        planner_cores, ahead: cores of each node that plan, an iteration each; iterations planned ahead of training.
+        correct: whether plans follow how long passes take on the run's devices.
         timeout_s: deadline of every wait.
         report_folder: where logs, and samples of recipes, go.
 
@@ -95,10 +95,11 @@ def planned(
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
         cluster=cluster,
-        store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
+        store=find_address(store_url_file and Path(store_url_file), os.environ),
         store_bind=store_bind,
         planner_cores=planner_cores,
         ahead=ahead,
+        correct=correct,
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
