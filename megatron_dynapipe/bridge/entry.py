@@ -77,8 +77,7 @@ def planned(
         store_url_file, store_bind: the URL of an existing plan store; else the address at which the run's own listens.
         planner_cores, ahead: cores of each node that plan, an iteration each; iterations planned ahead of training.
         correct: whether plans follow how long passes take on the run's devices.
-        timeout_s: deadline of every wait.
-        report_folder: where logs, and samples of recipes, go.
+        timeout_s, report_folder: deadline of every wait; where logs, and samples of recipes, go.
 
     Raises:
         ConfigError: planned runs do not support something in the recipe, or one is active.
@@ -95,7 +94,7 @@ def planned(
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
         cluster=cluster,
-        store=find_address(store_url_file and Path(store_url_file), os.environ),
+        store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
         store_bind=store_bind,
         planner_cores=planner_cores,
         ahead=ahead,
