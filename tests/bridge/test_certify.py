@@ -72,26 +72,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experts", {"model": str(folder / "glm4moe"), "of_model": TERMS | SHARED["of_model"]}, (FP32,)),
     ):
         made += runs_of(folder / name, folder / "data", settings, precisions)
-    run_all(made, folder)
+    run_all([*made, *with_faults(folder, "adapters", list(OF_ADAPTERS), lora)], folder)
     return folder
 
 
-def with_faults(folder: Path, name: str, faults: list[str], settings: dict[str, Any]) -> None:
-    """Planned runs with faults, each in a folder with the other runs of a certificate."""
+def with_faults(folder: Path, name: str, faults: list[str], settings: dict[str, Any]) -> list[jobs.Job]:
+    """Planned runs with faults, each in a folder with the other runs of a certificate, which come first."""
     made = []
     for fault in faults:
         (place := folder / f"{name}-{fault}").mkdir()
-        for run in (folder / name).iterdir():
-            if run.name not in ("report", f"{PLANNED}-{FP32}"):
-                (place / run.name).symlink_to(run)
+        for run in ("begun", f"{BEGIN}-{FP32}", f"{REFERENCE}-{FP32}", f"{REFERENCE}-bf16", f"{PLANNED}-bf16"):
+            (place / run).symlink_to(folder / name / run)
         made.append(runs_of(place, folder / "data", settings | {"fault": fault}, (FP32,))[-1])
-    run_all(made, folder)
+    return made
 
 
 @pytest.fixture(scope="module")
 def faulty(folder: Path) -> Path:
     """Planned runs of all weights with each fault."""
-    with_faults(folder, "half", list(FAULTS), TWO | {"model": str(folder / "llama"), "half": True})
+    settings = TWO | {"model": str(folder / "llama"), "half": True}
+    run_all(with_faults(folder, "half", list(FAULTS), settings), folder)
     return folder
 
 
@@ -128,8 +128,6 @@ def test_a_fault_is_found_and_named(faulty: Path, fault: str) -> None:
 
 @in_bridge
 def test_a_fault_of_adapters_is_found_and_named(folder: Path) -> None:
-    settings = TWO | {"model": str(folder / "llama"), "lora": str(folder / "base"), "dora": True}
-    with_faults(folder, "adapters", list(OF_ADAPTERS), settings)
     for fault, (check, said) in OF_ADAPTERS.items():
         checks = {line.name: line for line in compared(folder / f"adapters-{fault}")}
         missed = {name: line.where for name, line in checks.items() if not line.holds}
