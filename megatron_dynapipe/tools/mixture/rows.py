@@ -209,7 +209,7 @@ def _json_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
 
 def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     """The rows of one array, which is read whole."""
-    content = head + read_up_to(file, MOST_ARRAY_BYTES)
+    content = read_up_to(file, MOST_ARRAY_BYTES + 1, head=head)
     if len(content) > MOST_ARRAY_BYTES:
         raise DataError(
             f"{path}: expected an array of at most {MOST_ARRAY_BYTES} bytes, found more",
