@@ -65,8 +65,7 @@ def planned(
     """Have Bridge's `pretrain` and `finetune` run planned iterations of a recipe for the length of a block.
 
     Args:
-        config: a `ConfigContainer` of a GPT or Hybrid model. While the block lasts, its dataset is the run's, gradients
-            are divided by the number of learned tokens (`calculate_per_token_loss`), and the recipe is as it was after.
+        config: a `ConfigContainer` of a GPT or Hybrid model; after the block it is as it was.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
         layers: "auto" chooses layers per stage and virtual stages, by plans; "recipe" keeps the recipe's.
@@ -74,20 +73,21 @@ def planned(
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
         memory_limit_mb: memory of one device that plans may use; by default what the cluster's file or the device says.
         cluster: a file of memory and links; "auto" finds one by the device's name, "none" uses none.
-        store_url_file, store_bind: the URL of an existing plan store; else the address at which the run's own listens.
-        planner_cores, ahead: cores of each node that plan, an iteration each; iterations planned ahead of training.
+        store_url_file: holds the URL of an existing plan store; by default the run starts one.
+        store_bind: address at which its own store listens, for runs on several nodes.
+        planner_cores: cores of each node that plan, an iteration each.
+        ahead: iterations planned ahead of training.
         correct: whether plans follow how long passes take on the run's devices.
-        timeout_s, report_folder: deadline of every wait; where logs, and samples of recipes, go.
+        timeout_s: deadline of every wait.
+        report_folder: where logs, and samples of recipes, go.
 
     Raises:
         ConfigError: planned runs do not support something in the recipe, or one is active.
         DataError: the dataset is missing, damaged, or of another tokenizer.
         UnsupportedMegatronError: this Megatron-Bridge lacks something that planned runs rely on.
     """
-    relied_on.check()
-    check_recipe(config)
     host = Recipe(
-        config,
+        checked(config),
         dataset=checked_dataset(config, dataset),
         costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
         chooses_layers=chooses(layers),
@@ -104,6 +104,13 @@ def planned(
     )
     with in_python(), PlannedRecipe(host) as run, planning(config, run):
         yield run
+
+
+def checked(config: Any) -> Any:
+    """A recipe that planned runs support, in a Megatron-Bridge that they can rely on; raises as `planned`."""
+    relied_on.check()
+    check_recipe(config)
+    return config
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ Checked on rank 0 for all ranks, after Megatron has accepted its arguments; othe
 built, by every rank.
 """
 
+import argparse
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.digests import check_archives, check_digests
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
@@ -28,6 +32,26 @@ from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, Pla
 
 _OTHER_RUN_S = 10.0
 """How long a run that saves nothing waits for the folder of another that is about to end."""
+
+
+def preflight(run: RunConfig) -> None:
+    """Check a run on rank 0 for all ranks, and on every node what lies there; take the folder of its checkpoints."""
+    if start.checks_for_all():
+        check_run(run)
+    elif start.reports_for_all():  # a node may have a folder of records of its own
+        check_records(run.report_folder)
+    if folder := run.checkpoints.loaded():
+        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    if run.checkpoints.local_folder is not None:
+        check_archives(run.checkpoints.local_folder)
+    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
+        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
+
+
+def settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+    """Have Megatron evaluate on as many batches as are planned at most; a run knows how many each split has."""
+    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    args.full_validation = False
 
 
 def check_data(run: RunConfig) -> None:
