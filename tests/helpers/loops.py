@@ -58,11 +58,10 @@ class Loop:
     """
 
     def __init__(self, layout: Layout, *, per_token: bool = False) -> None:
-        start(layout, None)
         self.layout = layout
         self.per_token = per_token
-        self.reference = build(layout, None)
-        policy = build(layout, None)
+        self.start()
+        self.reference, policy = self.build(), self.build()
         for chunk in (*self.reference, *policy):
             chunk.config.calculate_per_token_loss = per_token
             chunk.config.variable_seq_lengths = True
@@ -87,6 +86,13 @@ class Loop:
         self.advantages = torch.from_numpy(draw.normal(size=len(self.lengths))).float()
         self.tokens = sum(map(sum, LENGTHS[: layout.replicas]))
         self.calls: list[tuple[int, tuple[int, ...]]] = []
+
+    def start(self) -> None:
+        start(self.layout, None)
+
+    def build(self) -> list[torch.nn.Module]:
+        """This rank's chunks of a model."""
+        return build(self.layout, None)
 
     def rows(self, indices: Sequence[Sequence[int]], **data: list[torch.Tensor]) -> list[Row]:
         """Rows of the samples at these places, one after another; `data` has a tensor for each sample."""

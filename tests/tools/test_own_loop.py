@@ -105,6 +105,19 @@ def test_replicas_in_step_have_equal_numbers_of_micro_batches():
     assert_close(*(gradients_of([rank[name] for rank in ranks]) for name in ("found", "expected")), TOLERANCE)
 
 
+def test_routers_replay_routes_and_replicas_share_experts():
+    """Equal counts by themselves; backward passes take routes from a list, in which another order has other sizes."""
+    ranks = run_ranks("tests.helpers.routed_loops:replayed", 4, {"layout": Layout(stages=2, replicas=2, **OVER)})
+    assert len({tuple(rank["counts"]) for rank in ranks}) == 1 and min(ranks[0]["counts"]) > 1
+    worst = {"planned": 0.0, "other routes": 0.0}
+    for rank in ranks:
+        expected = dict(zip(rank["names"], rank["found"]["megatron"], strict=True))
+        for name in worst:
+            found = dict(zip(rank["names"], rank["found"][name], strict=True))
+            worst[name] = max(worst[name], *errors_by_name(found, expected).values())
+    assert worst["planned"] <= TOLERANCE < 1e-2 < worst["other routes"]
+
+
 def test_rows_that_are_not_those_said_are_refused_at_the_send():
     layout = Layout(stages=2, **OVER)
     with pytest.raises(RanksFailedError, match=r"(?s)expected to send tensors of shapes .*hint: .*wire_rows"):
