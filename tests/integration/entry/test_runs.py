@@ -7,7 +7,8 @@ import re
 import pytest
 
 from megatron_dynapipe.tools.report.run import read_run
-from tests.helpers.entry_scripts import ROOT, train
+from tests.helpers.entry_scripts import ROOT, run_entry, train, words
+from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 
@@ -39,6 +40,27 @@ def test_the_run_s_line_says_what_megatron_s_leaves_out(data, tmp_path):
     assert lines == ["1", "2", "3"]
     assert "the loss is not a number |" in run["stdout"].partition(" iteration 3 planned:")[2]
     assert "the loss is not a number |" not in run["stdout"].partition(" iteration 2 planned:")[0]
+
+
+OWN_SCRIPT = """
+from megatron_dynapipe.tools.elastic import adapting
+
+def main():
+    from megatron.training import pretrain
+
+    import megatron_dynapipe
+
+    with megatron_dynapipe.planned("gpt") as arguments:
+        pretrain(**arguments)
+"""
+
+
+def test_a_script_of_the_user_s_own_enters_by_the_package_s_door(data, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_SCRIPT)
+    argv = words("gpt", data, "--train-iters 2", report=tmp_path / "report")
+    arguments = {"script": str(tmp_path / "own.py"), "argv": argv, "kill": None, "pictures": False}
+    (run,) = run_ranks(run_entry, 1, arguments, deadline_s=150)
+    assert run["status"] == 0 and list(run["losses"]) == ["1", "2"]
 
 
 def test_plans_follow_what_passes_take(data, tmp_path):
