@@ -44,8 +44,8 @@ from megatron_dynapipe.store import (
 from megatron_dynapipe.store.codec import decode_entry
 from megatron_dynapipe.store.entry import StageEntry
 
-_GAIN_S = 2.0
-"""How long a run's end waits for what its planner says of it."""
+_GAIN_S = 15.0
+"""How long the end of a run that is over before its planner has compared the first plan waits for it."""
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
 name; how many seconds a key stays that nobody deletes, None for ever."""
