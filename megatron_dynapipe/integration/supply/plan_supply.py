@@ -105,8 +105,9 @@ class PlanSupply:
         if self._planner is None:
             return ""
         gain = b""
+        timeout_s = _GAIN_S if self._planner.status is None else 0.1  # what has ended has published it, or never will
         with contextlib.suppress(StoreError):  # of a run that ends before the planner has compared them
-            _, gain = self._store.wait_any([self._keys.gain], timeout_s=_GAIN_S, what="what plans gain")
+            _, gain = self._store.wait_any([self._keys.gain], timeout_s=timeout_s, what="what plans gain")
         return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
