@@ -45,8 +45,8 @@ from megatron_dynapipe.store import (
 from megatron_dynapipe.store.codec import decode_entry
 from megatron_dynapipe.store.entry import StageEntry
 
-_GAIN_S = 2.0
-"""How long a run's end waits for what its planner says of it."""
+_GAIN_S = 15.0
+"""How long the end of a run that is over before its planner has compared the first plan waits for it."""
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
 name; how many seconds a key stays that nobody deletes, None for ever."""
@@ -106,8 +106,9 @@ class PlanSupply:
         if self._planner is None:
             return ""
         gain = b""
+        timeout_s = _GAIN_S if self._planner.status is None else 0.1  # what has ended has published it, or never will
         with contextlib.suppress(StoreError):  # of a run that ends before the planner has compared them
-            _, gain = self._store.wait_any([self._keys.gain], timeout_s=_GAIN_S, what="what plans gain")
+            _, gain = self._store.wait_any([self._keys.gain], timeout_s=timeout_s, what="what plans gain")
         return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
 
     def correct(self, correction: Correction) -> bool:
