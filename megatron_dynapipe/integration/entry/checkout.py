@@ -139,11 +139,11 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     if not args.use_dynapipe or active_run.is_active():
         return stock
     with reported():
-        from megatron_dynapipe.integration.entry import runs
+        from megatron_dynapipe.integration.entry.script import patched_run
 
         if start.ranks_stand_alone():  # no store before now
             check_same_flags(_flags, ControlGroup(timeout_s=args.dynapipe_timeout_s))
-        run = runs.patched_run(args)
+        run = patched_run(args, ModelFamily.GPT)
         active_run.activate(run)
         _originals.install(replacements.TABLE)
     for name in ("train_step", "evaluate"):
