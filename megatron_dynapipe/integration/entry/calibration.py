@@ -34,6 +34,7 @@ from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import is_first_rank, replace_bytes, say, warn, write_file
 from megatron_dynapipe.processes import package_path, run_guarded
+from megatron_dynapipe.report import COST_FILE
 from megatron_dynapipe.runtime.start_store import from_rank_0
 
 START_S = 120.0
@@ -51,8 +52,6 @@ _LAYER_COSTS = (
     *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
 )
 """Arguments that layers' costs depend on."""
-COST_FILE = "cost-model.json"
-"""In the folder of records: the costs that were measured for the run."""
 
 
 def measured_costs(run: RunConfig, args: argparse.Namespace, flags: Sequence[str]) -> Path | None:

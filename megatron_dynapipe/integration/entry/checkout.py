@@ -130,18 +130,6 @@ def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
         )
 
 
-def patched_run(args: argparse.Namespace) -> "ScriptRun":
-    """The run under a patched checkout's own `pretrain_gpt.py`; raises ConfigError."""
-    from megatron_dynapipe.integration.entry.preflight import preflight, settle_evaluations
-    from megatron_dynapipe.integration.entry.script import Checkout, ScriptRun
-    from megatron_dynapipe.integration.flags.from_megatron import run_config
-
-    config = run_config(args, ModelFamily.GPT)
-    start.start_together(functools.partial(preflight, config), timeout_s=config.timeout_s)
-    settle_evaluations(args, config)
-    return ScriptRun(Checkout(config, args))
-
-
 def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The provider of datasets for `pretrain`: a planned run's iterators, else the entry script's own provider."""
     from megatron.training import get_args, training
@@ -151,9 +139,11 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     if not args.use_dynapipe or active_run.is_active():
         return stock
     with reported():
+        from megatron_dynapipe.integration.entry.script import patched_run
+
         if start.ranks_stand_alone():  # no store before now
             check_same_flags(_flags, ControlGroup(timeout_s=args.dynapipe_timeout_s))
-        run = patched_run(args)
+        run = patched_run(args, ModelFamily.GPT)
         active_run.activate(run)
         _originals.install(replacements.TABLE)
     for name in ("train_step", "evaluate"):

@@ -20,11 +20,11 @@ from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.integration.entry import start
-from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.supply.long_samples import long_samples
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder, say
+from megatron_dynapipe.report import COST_FILE
 from megatron_dynapipe.report.starts import check_records
 from megatron_dynapipe.sampling import Sampler
 from megatron_dynapipe.service.planned_splits import split_sampler
@@ -32,26 +32,6 @@ from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, Pla
 
 _OTHER_RUN_S = 10.0
 """How long a run that saves nothing waits for the folder of another that is about to end."""
-
-
-def preflight(run: RunConfig) -> None:
-    """Check a run on rank 0 for all ranks, and on every node what lies there; take the folder of its checkpoints."""
-    if start.checks_for_all():
-        check_run(run)
-    elif start.reports_for_all():  # a node may have a folder of records of its own
-        check_records(run.report_folder)
-    if folder := run.checkpoints.loaded():
-        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    if run.checkpoints.local_folder is not None:
-        check_archives(run.checkpoints.local_folder)
-    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
-        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
-
-
-def settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
-    """Have Megatron evaluate on as many batches as are planned at most; a run knows how many each split has."""
-    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
-    args.full_validation = False
 
 
 def check_data(run: RunConfig) -> None:
@@ -170,3 +150,23 @@ def _check_longest_samples(sampler: Sampler, inputs: PlanInputs, costs: CostMode
         planner_of(inputs.planner, costs).plan(longest, 0, forward_only=forward_only)
     except PlanningError as error:
         raise ConfigError(error.message, hint=error.hint) from error
+
+
+def check_for_all(run: RunConfig) -> None:
+    """`check_run` on the rank that checks for others, and the files that ranks are going to load."""
+    if start.checks_for_all():
+        check_run(run)
+    elif start.reports_for_all():  # a node may have a folder of records of its own
+        check_records(run.report_folder)
+    if folder := run.checkpoints.loaded():
+        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    if run.checkpoints.local_folder is not None:
+        check_archives(run.checkpoints.local_folder)
+    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
+        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
+
+
+def settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+    """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
+    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    args.full_validation = False

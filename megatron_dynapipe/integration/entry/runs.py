@@ -21,7 +21,7 @@ from megatron_dynapipe.costing import LayerSplit, parse_layer_split
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.failure import process_groups
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
-from megatron_dynapipe.integration.entry.preflight import check_data, preflight, settle_evaluations
+from megatron_dynapipe.integration.entry.preflight import check_data, check_for_all, settle_evaluations
 from megatron_dynapipe.integration.entry.required import check_required
 from megatron_dynapipe.integration.entry.resume_record import split_to_keep
 from megatron_dynapipe.integration.entry.script import Script, ScriptRun
@@ -35,6 +35,7 @@ from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.run.start_clock import StartClock
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.outputs import say
+from megatron_dynapipe.report import COST_FILE
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
 
@@ -186,10 +187,10 @@ def _settled(
     clock.ends("layer split")
     if (folder := run.checkpoints.resumed()) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
-    preflight(run)
+    check_for_all(run)
     settle_evaluations(args, run)
     if measured is not None and args.rank == 0 and measured.parent != run.report_folder.absolute():
-        shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
+        shutil.copyfile(measured, run.report_folder / COST_FILE)
     clock.ends("checks of data and memory")
     return run
 

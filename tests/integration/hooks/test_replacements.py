@@ -200,6 +200,8 @@ def test_a_patched_checkout_counts_flops_of_what_runs():
     import megatron.training
     from megatron.training import training
 
+    from megatron_dynapipe.integration.entry import script
+
     class Reporting(FakeRun, contextlib.nullcontext):
         def print_report(self) -> None:
             """Nothing was recorded."""
@@ -207,7 +209,7 @@ def test_a_patched_checkout_counts_flops_of_what_runs():
     counts = []
     with (
         mock.patch.object(megatron.training, "get_args", return_value=SimpleNamespace(use_dynapipe=True)),
-        mock.patch.object(checkout, "patched_run", return_value=Reporting()),
+        mock.patch.object(script, "patched_run", return_value=Reporting()),
         mock.patch.object(training, "num_floating_point_operations", return_value=100.0),
     ):
         for change in (lambda: None, lambda: checkout.dataset_provider(print), checkout.finish):
