@@ -15,14 +15,14 @@ from megatron_dynapipe.core.errors import ConfigError, DataError, PlanningError
 from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import rates_of
-from megatron_dynapipe.data.meta import check_tokenizer, read_meta
+from megatron_dynapipe.data.meta import check_tokenizer, read_meta, task_ids_of
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.entry.calibration import COST_FILE
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder, say
 from megatron_dynapipe.report.starts import check_records
-from megatron_dynapipe.sampling import Sampler, read_task_ids
+from megatron_dynapipe.sampling import Sampler
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 
@@ -102,12 +102,12 @@ def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator
     report = sampler.report
     most = sampler.settings.tokens_per_iteration
     if report.long_samples:
-        names = read_meta(data).tasks
-        by_task = sampler.long_by_task(read_task_ids(data, split.name, report.samples)).items()
+        meta = read_meta(data)
+        by_task = sampler.long_by_task(task_ids_of(data, split.name, report.samples, meta)).items()
         tasks = []
         for task, (samples, lost) in by_task:
             loss = f" ({amount(lost, 'target token')} lost)" if lost else ""
-            tasks.append(f"{names[task]} {samples}{loss}")
+            tasks.append(f"{meta.tasks[task]} {samples}{loss}")
         yield f"{report}; by task: {', '.join(tasks)}"
     if report.over_batch:
         yield (
