@@ -41,12 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
         parts = [sums(*part) for part in zip(rows.split(step), columns.split(step), strict=True)]
         maximum, total, predicted = map(torch.cat, zip(*parts, strict=True))
         if group.size() > 1:
-            of_rank = maximum.clone()
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-            less = of_rank - maximum
-            both = torch.stack([total * less.exp(), torch.where(here, predicted + less, 0)])
-            dist.all_reduce(both, group=group)
-            total, predicted = both
+            maximum, total, predicted = _over_ranks(maximum, total, predicted, here, group)
         ctx.save_for_backward(rows, maximum, total, columns, here)
         return (total.log() - predicted).view(labels.shape)
 
@@ -54,13 +49,31 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
         rows, maximum, total, columns, here = ctx.saved_tensors
         of_loss = outer[0].reshape(-1)
-        _, put_exponentials, step = _passes(rows)
+        scale = of_loss / total
         gradient = torch.empty_like(rows)
-        for part in zip(*(each.split(step) for each in (gradient, rows, maximum, of_loss / total)), strict=True):
-            put_exponentials(*part)
-        of_label = (rows.gather(1, columns).squeeze(1) - maximum).exp() * of_loss / total - of_loss * here
+        _, exponentials, step = _passes(rows)
+        parts = (each.split(step) for each in (gradient, rows, maximum, scale))
+        for part in zip(*parts, strict=True):
+            exponentials(*part)
+        at_label = rows.gather(1, columns).squeeze(1) - maximum
+        of_label = at_label.exp() * scale - of_loss * here
         gradient.scatter_(1, columns, of_label[:, None].to(gradient.dtype))
         return gradient.view(*outer[0].shape, -1), None, None
+
+
+def _over_ranks(
+    maximum: Tensor, total: Tensor, predicted: Tensor, here: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `row_sums` says of all ranks' logits, from this rank's; `here`: which rows' labels are among these."""
+    of_all = maximum.clone()
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
+    less = maximum - of_all
+    both = torch.stack([
+        total * less.exp(),
+        torch.where(here, predicted + less, 0),
+    ])  # fmt: skip
+    dist.all_reduce(both, group=group)
+    return of_all, both[0], both[1]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,23 +88,30 @@ def row_sums(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     maximum = wide.amax(dim=1).clamp_min(_LEAST)  # a rank's logits may all be minus infinity
     shifted = wide - maximum[:, None]
     at_column = shifted.gather(1, columns).squeeze(1)
-    return maximum, shifted.exp_().sum(dim=1), at_column
+    total = shifted.exp_().sum(dim=1)
+    return maximum, total, at_column
 
 
 def put_exponentials(out: Tensor, rows: Tensor, maximum: Tensor, scale: Tensor) -> None:
     """Put the exponentials of rows less their maxima, times a number for each row, into `out`."""
-    out.copy_((rows.float() - maximum[:, None]).exp_().mul_(scale[:, None]))
+    shifted = rows.float() - maximum[:, None]
+    out.copy_(shifted.exp_().mul_(scale[:, None]))
 
 
 def _passes(rows: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """What goes through rows forward and backward, and how many of them at a time."""
-    compiled = rows.is_cuda and not dynamo.disable and not missing_for_kernels()
-    sums, exponentials = _compiled() if compiled else (row_sums, put_exponentials)
-    elements = COMPILED_ELEMENTS if compiled else ELEMENTS[rows.device.type]
-    return sums, exponentials, max(elements // max(rows.size(1), 1), 1)
+    if rows.is_cuda and not dynamo.disable and not missing_for_kernels():
+        sums, exponentials = _compiled()
+        elements = COMPILED_ELEMENTS
+    else:
+        sums, exponentials = row_sums, put_exponentials
+        elements = ELEMENTS[rows.device.type]
+    step = max(elements // max(rows.size(1), 1), 1)
+    return sums, exponentials, step
 
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], ...]:
     """For any number of rows: plans change it in every pass."""
-    return tuple(torch.compile(function, dynamic=True) for function in (row_sums, put_exponentials))
+    functions = row_sums, put_exponentials
+    return tuple(torch.compile(function, dynamic=True) for function in functions)

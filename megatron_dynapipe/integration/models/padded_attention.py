@@ -91,8 +91,9 @@ class CudnnAttention:
             torch.randn(shape, generator=draw).to(self._device, self._dtype).requires_grad_()
             for shape in self._sizes(*PROBE)
         ]
-        gradient = torch.linspace(-1, 1, rows[0].numel()).to(self._device, self._dtype).view_as(rows[0])
-        pairs = zip(*(self._pass(kernel, rows, gradient) for kernel in _BOTH), strict=True)
+        gradient = torch.linspace(-1, 1, rows[0].numel()).to(self._device, self._dtype)
+        results = [self._pass(kernel, rows, gradient.view_as(rows[0])) for kernel in _BOTH]
+        pairs = zip(*results, strict=True)
         return max(float((first - second).abs().max() / second.abs().max()) for first, second in pairs)
 
     def relative_time(self) -> float:
@@ -110,8 +111,8 @@ class CudnnAttention:
             end.record()
             torch.cuda.synchronize(self._device)
             times[kernel].append(begin.elapsed_time(end))
-        kernels, flash = (min(times[kernel][1:]) for kernel in _BOTH)
-        return kernels / flash
+        cudnn, flash = (min(times[kernel][1:]) for kernel in _BOTH)
+        return cudnn / flash
 
     def _pass(self, kernel: SDPBackend, rows: list[Tensor], gradient: Tensor) -> list[Tensor]:
         """What a kernel attends to, and the gradients of queries, keys and values."""

@@ -20,7 +20,7 @@ import torch
 from megatron_dynapipe.core.errors import PlanError, PlannerFailedError, StoreError
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, pinning
-from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.data.meta import open_split, read_meta, task_ids_of
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
@@ -28,7 +28,7 @@ from megatron_dynapipe.integration.supply.config import SupplyConfig
 from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
+from megatron_dynapipe.sampling import Cutter, SpanTable
 from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
@@ -135,7 +135,7 @@ class PlanSupply:
         by_task = required.labels and len(meta.tasks) > 1
         tasks = None
         if by_task or (required.text and split.sampler.needs_tasks):
-            tasks = read_task_ids(folder, split.name, meta.split_samples[split.name])
+            tasks = task_ids_of(folder, split.name, meta.split_samples[split.name], meta)
         planned = PlannedIterator(
             functools.partial(self._fetch, split, tag),
             Collator(
