@@ -1,6 +1,7 @@
 """Planned passes in your own training loop train as Megatron's schedule does, and refuse what they would get wrong."""
 
 import itertools
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -9,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dynapipe import planned
+from megatron_dynapipe.core.errors import InstallationError
+from tests.helpers.commands import run_python
 from tests.helpers.layouts.compare import assert_close, errors_by_name, gradients_of
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.processes import RanksFailedError, run_ranks
+from tests.helpers.rehearsal import build, launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples/policy_loop.py"
 RANKS = "tests.tools.loop_ranks"
@@ -88,6 +93,20 @@ def run_example(rank, world_size):
 def test_the_example_learns():
     *others, gains = run_ranks(run_example, 2)
     assert others == [[]] and gains[-1] > gains[0] + 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(build.COMPILER is None, reason="the rehearsed device is compiled with g++")
+def test_the_example_runs_on_rehearsed_devices():
+    """The first lists through the host, then over NCCL, under the rules of GPUs."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_python(*launcher, EXAMPLE, timeout_s=280, **launch.environment(2))
+    assert len(re.findall(r"update \d+: log-probabilities differ by (-?\d\.\d+)", done.stdout)) == 12
+
+
+def test_the_door_of_loops_and_recipes():
+    with pytest.raises(InstallationError, match="megatron-bridge"):
+        planned(object())
 
 
 def test_replicas_in_step_have_equal_numbers_of_micro_batches():
