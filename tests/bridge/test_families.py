@@ -109,4 +109,5 @@ def test_a_hybrid_model_with_experts_trains_as_without_plans(ran: dict[str, Any]
     """From weights that Megatron draws, on each stage anew: on the same layout."""
     planned = last(ran, "nemotron planned")
     assert planned["packed"]
+    assert min(planned["seen"][what] for what in ("leave", "read", "add")) > 0
     assert_same(planned, last(ran, "nemotron"), within=EXACT)

@@ -155,33 +155,25 @@ def _own_samples(folder: str, *, chats: bool) -> GPTSFTDatasetConfig:
 
 
 def _hybrid(pattern: str) -> HybridModelProvider:
-    """With experts as Nemotron has them: their scores by sigmoids, a shared one, networks of squares, no positions."""
-    like_nemotron: dict[str, Any] = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_router_score_function": "sigmoid",
-        "moe_ffn_hidden_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
-        "moe_grouped_gemm": True,
-        "gated_linear_unit": False,
-        "activation_func": squared_relu,
-        "position_embedding_type": "none",
-    }
-    like_llama: dict[str, Any] = {
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "position_embedding_type": "rope",
-    }
+    """As Nemotron: networks of squares, no positions, experts' scores by sigmoids, and an expert that all share."""
     return HybridModelProvider(
         hybrid_layer_pattern=pattern,
         hidden_size=64,
         ffn_hidden_size=128,
         num_attention_heads=4,
         num_query_groups=2,
+        gated_linear_unit=False,
+        activation_func=squared_relu,
+        position_embedding_type="none",
         add_bias_linear=False,
         normalization="RMSNorm",
         vocab_size=VOCABULARY,
-        **(like_nemotron if "E" in pattern else like_llama),
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=32,
+        moe_grouped_gemm=True,
     )
 
 
