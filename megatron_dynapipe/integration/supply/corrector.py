@@ -15,6 +15,7 @@ from megatron_dynapipe.core.instructions import Backward, BackwardInput, Backwar
 from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.corrections import Correction, Percents
 
@@ -27,6 +28,9 @@ _STEP = 2
 _LEAST, _MOST = 50, 200
 _SAID = 5
 """Percent by which a correction has to move to be said."""
+_SLOW = 1.15
+"""Over most ranks', at which one is named."""
+_NAMED = 8
 _KINDS = ("forward", "backward", "weight gradients")
 
 
@@ -64,6 +68,7 @@ class Corrector:
         self._adopt = adopt
         self._percents: Percents = ((100,) * 3,) * (self._stages * self._chunks)
         self._number = 0
+        self._has_named = False
         self._ratios: list[torch.Tensor] = []
 
     def add(self, item: PlannedIteration, events: Sequence[Event]) -> None:
@@ -80,8 +85,14 @@ class Corrector:
             own = torch.stack(self._ratios).nanmedian(0).values
         self._ratios.clear()
         self._since = iteration + 1
-        told = torch.cat([torch.tensor([self._stage], dtype=torch.float64), own.flatten()])
-        percents = self._corrected(self._control.gather(told))
+        own_row = torch.cat([torch.tensor([self._stage], dtype=torch.float64), own.flatten()])
+        told = self._control.gather(own_row)
+        slow = "" if self._is_computed or self._has_named else slow_ranks(told)
+        self._has_named = self._has_named or bool(slow)
+        return "\n".join(filter(None, [slow, self._correct(iteration, self._corrected(told))]))
+
+    def _correct(self, iteration: int, percents: Percents) -> str:
+        """Have planners count on new percents, where they differ from the present ones; what is to be said of it."""
         moved = [abs(new - old) for new, old in zip(_flat(percents), _flat(self._percents), strict=True)]
         if max(moved) < 2 * _STEP:
             return ""
@@ -120,6 +131,21 @@ def ratios(predicted: Sequence[Event], measured: Sequence[Event], chunks: int) -
         sums = [[sum(by[kind, chunk] for kind in kinds) for by in spent] for kinds in of_kinds]
         rows.append([after / before if before and after else math.nan for before, after in sums])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def slow_ranks(told: Sequence[torch.Tensor]) -> str:
+    """Ranks whose passes take much longer over what plans say than most ranks' do, with their nodes; empty for none."""
+    over = torch.stack([row[1:].nanmean() for row in told])
+    over = over / over.nanmedian()
+    slow = [rank for rank, ratio in enumerate(over.tolist()) if ratio > _SLOW]
+    if not slow or len(slow) > len(told) // 4:  # a stage's costs may be wrong, rather than its devices slow
+        return ""
+    names = ", ".join(f"{rank} (node {machine.node_of(rank)})" for rank in slow[:_NAMED])
+    more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
+    return (
+        f"notice: passes of rank {names}{more} take {over[slow].max():.2f} times as long over plans as most ranks':"
+        " look for a slow device, or something else that uses it"
+    )
 
 
 def _spent(events: Sequence[Event]) -> Counter[tuple[type, int]]:

@@ -99,3 +99,17 @@ def test_a_correction_counts_from_costs_and_settles() -> None:
 def test_what_planners_cannot_know_is_not_counted_on() -> None:
     (said, adopted), *_ = run_ranks(correct, 4, {"slow": [(1, 1), (1.3, 1)], "computed": False, "known": False})
     assert said == [] and len(adopted) == 1
+
+
+def test_a_rank_that_stands_out_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_dynapipe.integration.supply.corrector import slow_ranks
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    told = torch.tensor([[rank % STAGES, 1.0, 1.1, torch.nan] for rank in range(8)])
+    assert slow_ranks(told.unbind()) == ""
+    told[5, 1:3] *= 1.4
+    assert slow_ranks(told.unbind()).startswith("notice: passes of rank 5 (node 1) take 1.40 times as long over plans")
+    told[1::2, 1:3] *= 1.4
+    assert slow_ranks(told.unbind()) == "", "half of the ranks are a stage whose costs are wrong"
