@@ -28,12 +28,17 @@ from megatron_dynapipe.core.costs import (
     EXPERT_MLP,
     HEAD,
     MLP,
+    PEAK_UNIT,
+    WEIGHT_UNIT,
+    Division,
     Floats,
     IntArray,
     Kind,
+    LayerKind,
+    Peak,
     Quantity,
+    Rates,
 )
-from megatron_dynapipe.costing.division import PEAK_UNIT, WEIGHT_UNIT, Division, LayerKind, Peak, Rates
 
 _PARTS = 2**20
 """Shares are integers of this many parts, so that costs are the same on every machine."""

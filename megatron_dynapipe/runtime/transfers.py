@@ -84,7 +84,10 @@ class PooledTransfers:
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes != instruction.shapes:
             sent = tuple(map(tuple, shapes))
-            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {sent}")
+            raise ExecutionError(
+                f"expected to send tensors of shapes {instruction.shapes}, got {sent}",
+                hint="in a loop of your own, wire_rows has to say how many rows your step function makes of samples",
+            )
         expected = list(self._dtypes(instruction))
         dtypes = [tensor.dtype for tensor in tensors]
         if dtypes != expected:

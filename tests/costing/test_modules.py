@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.core.costs import ABSENT, Quantity
-from megatron_dynapipe.costing.division import WEIGHT_UNIT, Division, Rates, WeightTime
+from megatron_dynapipe.core.costs import ABSENT, WEIGHT_UNIT, Division, Quantity, Rates, WeightTime
 from megatron_dynapipe.costing.modules import Dividing, Part
 
 SIZES, LENGTHS = np.array([1, 4]), np.array([16, 64])

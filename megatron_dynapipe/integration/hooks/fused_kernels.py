@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dynapipe.integration.hooks.cross_entropy import cross_entropy
 from megatron_dynapipe.integration.hooks.originals import Originals, holders
+from megatron_dynapipe.outputs import say
 
 LINEAR = "megatron.core.tensor_parallel.layers"
 EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -62,7 +63,7 @@ def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.addmm(buffer, half, half, out_dtype=buffer.dtype, out=buffer)
     except (RuntimeError, TypeError) as error:
-        print(f"weight gradients are not added up by their products, which PyTorch refuses here: {error}", flush=True)
+        say(f"weight gradients are not added up by their products, which PyTorch refuses here: {error}")
         return False
     return True
 

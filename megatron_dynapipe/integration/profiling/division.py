@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.core.units import Recompute, round_up
-from megatron_dynapipe.costing.division import (
+from megatron_dynapipe.core.costs import (
     LAYER_KINDS,
     PEAK_UNIT,
     WEIGHT_UNIT,
@@ -30,6 +29,7 @@ from megatron_dynapipe.costing.division import (
     Rates,
     WeightTime,
 )
+from megatron_dynapipe.core.units import Recompute, round_up
 from megatron_dynapipe.costing.surface import nonnegative_least_squares
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.profiling.layers import Forward, Half, MeasuredModule, Point, only, run_backward

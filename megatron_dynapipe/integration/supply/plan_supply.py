@@ -29,6 +29,7 @@ from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import Cutter, SpanTable
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
@@ -44,8 +45,8 @@ from megatron_dynapipe.store import (
 from megatron_dynapipe.store.codec import decode_entry
 from megatron_dynapipe.store.entry import StageEntry
 
-_GAIN_S = 2.0
-"""How long a run's end waits for what its planner says of it."""
+_GAIN_S = 15.0
+"""How long the end of a run that is over before its planner has compared the first plan waits for it."""
 _Launch = tuple[StoreAddress, str, int | None]
 """Rank 0 tells all ranks where plans are, over the control group alone, for the sake of the password; this launch's
 name; how many seconds a key stays that nobody deletes, None for ever."""
@@ -105,9 +106,22 @@ class PlanSupply:
         if self._planner is None:
             return ""
         gain = b""
+        timeout_s = _GAIN_S if self._planner.status is None else 0.1  # what has ended has published it, or never will
         with contextlib.suppress(StoreError):  # of a run that ends before the planner has compared them
-            _, gain = self._store.wait_any([self._keys.gain], timeout_s=_GAIN_S, what="what plans gain")
+            _, gain = self._store.wait_any([self._keys.gain], timeout_s=timeout_s, what="what plans gain")
         return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
+
+    def correct(self, correction: Correction) -> bool:
+        """Plan with corrected costs from an iteration on that nobody has asked for; every rank calls it.
+
+        Returns whether planners can know them: without them, costs stay as they are.
+        """
+        told = self._control.rank == 0 and self._source is not None and self._source.publish(correction)
+        if self._control.broadcast_text("told" if told else "") != "told":
+            return False
+        if self._source is not None:
+            self._source.correct(correction)
+        return True
 
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
         """One split's iterations for this rank, prefetched until the block ends."""

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dynapipe.core.costs import LAYER_KINDS, PEAK_UNIT, WEIGHT_UNIT, Rates
 from megatron_dynapipe.core.executor import Mark
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
-from megatron_dynapipe.costing.division import LAYER_KINDS, PEAK_UNIT, WEIGHT_UNIT, Rates
 from megatron_dynapipe.costing.tabulate import PartTables
 from megatron_dynapipe.integration.profiling import division as profiled
 from megatron_dynapipe.integration.profiling.layers import build_parts, only
