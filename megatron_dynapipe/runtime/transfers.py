@@ -16,6 +16,7 @@ from megatron_dynapipe.core.instructions import (
     POOLS,
     RECEIVED_BUFFER,
     SENT_BUFFER,
+    BackwardWeight,
     Buffer,
     Free,
     Payload,
@@ -161,7 +162,11 @@ def _largest_messages(plan: StagePlan, dtypes: Dtypes) -> dict[Buffer, int]:
 
 
 def _most_at_once(plan: StagePlan) -> Counter[Buffer]:
-    """Buffers of each pool that a list holds at the same time, as plans count them (`core.memory`)."""
+    """Buffers of each pool that a list holds at the same time, as plans count them (`core.memory`).
+
+    No bound in lists with divided backward passes: messages are operands of their second halves, too, and count as what
+    these store.
+    """
     used: Counter[Buffer] = Counter()
     most: Counter[Buffer] = Counter()
     for step in plan.instructions:
@@ -171,6 +176,8 @@ def _most_at_once(plan: StagePlan) -> Counter[Buffer]:
             most[pool] = max(most[pool], used[pool])
         elif isinstance(step, Free) and step.buffer in POOLS:
             used[POOLS[step.buffer]] -= 1
+    if any(isinstance(step, BackwardWeight) for step in plan.instructions):
+        most.update(dict.fromkeys(POOLS.values(), len(plan.instructions)))
     return most
 
 

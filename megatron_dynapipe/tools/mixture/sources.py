@@ -1,5 +1,6 @@
 """The sources of a mixture's entries: files, a HuggingFace dataset, or rows in memory."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -111,6 +112,9 @@ def load_hub(name: str, config: str | None, split: str, hub_root: Path | None) -
     place = name if hub_root is None else str(hub_root / name)
     try:
         if not _is_saved(Path(place)):
+            if hub_root is None and not Path(place).exists():
+                asks = f"asking the hub for {name}; without a network this takes minutes (--hub-root FOLDER: a copy)"
+                print(asks, file=sys.stderr, flush=True)
             return datasets.load_dataset(place, config, split=split)
         loaded = datasets.load_from_disk(place)
         return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded

@@ -113,6 +113,19 @@ def test_saved_datasets(tmp_path: Path) -> None:
         assert "one that needs a script of its own is not run: convert it to parquet" in error.value.hint
 
 
+def test_whoever_waits_for_the_hub_is_told(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Without a network it is tried for minutes."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    for hub_root, told in ((None, "asking the hub for org/rows"), (tmp_path, "")):
+        with pytest.raises(DataError, match="no route"):
+            open_sources(Mixture(tasks=(TaskSpec(name="a", hub="org/rows"),)), tmp_path, hub_root=hub_root)
+        assert capsys.readouterr().err.startswith(told) and bool(told) == (hub_root is None)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
