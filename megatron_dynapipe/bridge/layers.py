@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.bridge.refusals import PATTERNS, of_model, pattern_of
 from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, PlanningError
@@ -26,7 +26,6 @@ from megatron_dynapipe.service.settings import PlanInputs
 
 AUTO, RECIPE = "auto", "recipe"
 LAYERS = (AUTO, RECIPE)
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def chooses(layers: str) -> bool:
@@ -34,12 +33,6 @@ def chooses(layers: str) -> bool:
     if layers not in LAYERS:
         raise ConfigError(f"expected layers to be one of {', '.join(LAYERS)}, got {layers!r}")
     return layers == AUTO
-
-
-def pattern_of(config: Any) -> str:
-    """The modules of a Hybrid recipe's model, with stages if it has them; empty for a GPT."""
-    patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in _PATTERNS)
-    return next(filter(None, patterns), "")
 
 
 def layers_of_recipe(config: Any) -> LayerSplit:
@@ -74,7 +67,7 @@ def layers_of_checkpoint(config: Any, file: str) -> LayerSplit | None:
     model = model.get("transformer", model)
     split: LayerSplit | None = None
     if pattern_of(config):
-        split = layer_split_of_pattern(next((model[name] for name in _PATTERNS if model.get(name)), ""))
+        split = layer_split_of_pattern(next((model[name] for name in PATTERNS if model.get(name)), ""))
     elif isinstance(layout := model.get("pipeline_model_parallel_layout"), str):
         split = tuple(count / 2 for count in modules_of_text(layout))
     return None if split is None or len(split) % of_model(config).pipeline_model_parallel_size else split
@@ -108,7 +101,7 @@ def laid_out(config: Any, settings: PlannerSettings, split: LayerSplit) -> Itera
     chunks = len(split) // settings.pipeline_parallel
     layout: dict[str, Any] = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
     if pattern := pattern_of(config):
-        name = next(name for name in _PATTERNS if getattr(config.model, name, None) == pattern)
+        name = next(name for name in PATTERNS if getattr(config.model, name, None) == pattern)
         changed_pattern = changed(config.model, **{name: with_stages(pattern, split)})
     else:
         changed_pattern = changed(model, pipeline_model_parallel_layout=_layout(settings, split), **_unset(model))

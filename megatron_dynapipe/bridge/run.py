@@ -72,6 +72,7 @@ class Recipe(Host):
         store_bind: str,
         planner_cores: int,
         ahead: int,
+        correct: bool,
         timeout_s: float,
         report_folder: Path,
     ) -> None:
@@ -94,6 +95,7 @@ class Recipe(Host):
         self.planners = machine.nodes()
         self.planner_cores: int | None = planner_cores
         self.ahead = ahead
+        self.corrects = correct
         self.timeout_s = timeout_s
         self.report_folder = report_folder
 

@@ -34,7 +34,7 @@ def planner_with(
         ways=ways_of(settings),
         rules=RULES,
         costs_digest=costs_digest,
-        enough_ns=enough_ns,
+        enough_ns=None if settings.corrections else enough_ns,  # a bound of costs as they are
     )
 
 

@@ -51,7 +51,7 @@ LARGEST_RATE = 2**30
 PEAK_UNIT = 64
 """Integers of `Peak` in a byte, but for `once`."""
 WEIGHT_UNIT = 1024
-"""Integers of `WeightTime` in a ns, but for `once`."""
+"""Integers of `WeightTime` in a ns, but for the first."""
 _Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
 _Once = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
 LayerKind = Literal["encoder", "decoder", "expert"]
@@ -183,13 +183,9 @@ class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     memory: _Once = 0
 
 
-class WeightTime(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Time of a layer's weight gradients: ns that it takes `once`, and in ns / `WEIGHT_UNIT` `linear` by position,
-    `memory` by position of the encoder's output."""
-
-    once: _Once
-    linear: _Once
-    memory: _Once = 0
+WeightTime = tuple[_Once, _Once, _Once]
+"""Time of a layer's weight gradients: ns once, and in ns / `WEIGHT_UNIT` by position, and by position of the encoder's
+output."""
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -212,6 +212,7 @@ class Planner:
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
             split_backward="off" if forward_only else s.effective_split_backward,
+            corrections=s.corrections,
         )
 
     def in_flight_options(self) -> IntArray:

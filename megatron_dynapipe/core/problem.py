@@ -125,6 +125,7 @@ class BatchProblem:
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
         enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
+        corrections: as in `PlannerSettings`.
     """
 
     inputs: IntArray
@@ -151,6 +152,7 @@ class BatchProblem:
     label_experts: bool = False
     every_quantity: bool = False
     enough_ns: int = 0
+    corrections: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -182,6 +184,7 @@ class BatchProblem:
                 modules=modules,
                 labels=labels,
                 labelled=labelled,
+                corrections=np.array(self.corrections, np.int64).ravel(),
                 cuts=layout.cuts,
                 every_quantity=self.every_quantity,
                 even_two=bool(layout.model.decoder or layout.model.layers_with_experts),

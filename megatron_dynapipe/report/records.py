@@ -48,6 +48,8 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     at_peak_ns: int = 0
     """Time that all devices would take for the iteration's operations at the peak of their data sheets; 0 where that is
     not known."""
+    corrections: tuple[tuple[int, int, int], ...] = ()
+    """Percent of what costs say that the plan counted on, by virtual stage (`PlannerSettings.corrections`)."""
 
 
 class RunRecord(_Record, frozen=True, tag="run"):

@@ -191,6 +191,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             shapes=tuple(shape for r in group for shape in r.shapes),
             packed=sum(r.packed for r in group),
             at_peak_ns=max(r.at_peak_ns for r in group),
+            corrections=group[0].corrections,
         )
         for iteration, group in sorted(by_iteration.items())
     ]

@@ -81,7 +81,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     with reported():
         _check_device()
         compatibility.check_patches()
-        compatibility.check()
+        compatibility.check(builds=False)
         optimizer_patches.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())

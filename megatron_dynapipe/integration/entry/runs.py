@@ -44,7 +44,7 @@ _SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
 
 
 @contextlib.contextmanager
-def planned(family: ModelFamily, fit: command_line.Fit | None = None) -> Iterator[dict[str, Any]]:
+def planned(family: ModelFamily | str, fit: command_line.Fit | None = None) -> Iterator[dict[str, Any]]:
     """For the length of a block, Megatron's `pretrain` runs planned iterations of what the command line says.
 
     Args:
@@ -57,7 +57,7 @@ def planned(family: ModelFamily, fit: command_line.Fit | None = None) -> Iterato
     Raises:
         ConfigError, DataError: something is wrong with the flags or the data.
     """
-    run, arguments = planned_run(family, fit)
+    run, arguments = planned_run(ModelFamily(family), fit)
     with process_groups(), run, replacements.installed(run):
         yield arguments
         run.print_report()

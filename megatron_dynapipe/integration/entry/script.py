@@ -57,6 +57,7 @@ class Script(Host):
         self.seed = config.sampler.seed
         self.log_interval = args.log_interval
         self.reserves_all_memory = args.dynapipe_reserve_all_memory
+        self.corrects = args.dynapipe_correct == "on"
         self.flops_of_label = label_flops(config.planner, config.shape)
         self._args = args
         self._records: Sequence[CheckpointRecords] = ()

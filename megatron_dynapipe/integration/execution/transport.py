@@ -31,6 +31,7 @@ def open_runner(
     dtype: torch.dtype,
     timeout_s: float,
     adds_up: bool,
+    through_host: bool = False,
 ) -> StepRunner:
     """Make the process groups of all pipelines, and the runner of this rank's steps. Every rank calls it at one point.
 
@@ -44,16 +45,20 @@ def open_runner(
         dtype: of the tensors that cross stage boundaries.
         timeout_s: deadline of every transfer.
         adds_up: steps sum losses over all ranks; Megatron's loop does it by itself.
+        through_host: messages go through the host, so that nothing is pending on a device while a pass waits for it.
 
     Raises:
         ConfigError: messages are to be divided, but go through the host.
     """
-    staged = share_a_device(control, device)
+    shared = share_a_device(control, device)
+    staged = shared or through_host
     groups = connect(control, chunks=settings.chunks, device=device, timeout_s=timeout_s, staged=staged)
     stage = groups.ranks.index(control.rank)
     wire = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
-    if staged:
+    if shared:
         transport: Transport = _through_the_host(control, settings, wire)
+    elif staged:
+        transport = HostStagedTransport(wire)
     else:
         transport = _sharded(control, settings, wire, stage=stage, device=device, timeout_s=timeout_s)
     return step_runner(

@@ -56,11 +56,18 @@ NAMES: tuple[Name, ...] = (
 )
 """Functions that a run replaces, or calls."""
 
+BUILDERS: tuple[Name, ...] = (
+    ("megatron.training.argument_utils", "gpt_config_from_args", ("args", "config")),
+    ("megatron.training.argument_utils", "hybrid_config_from_args", ("args", "config")),
+    ("megatron.training.models.dist_utils", "build_virtual_pipeline_stages", ()),
+    ("megatron.training.models.gpt", "default_layer_spec", ("config", "vp_stage")),
+)
+"""What entry scripts have Megatron build models by; a patched checkout builds its own."""
+
 CALLS: tuple[Call, ...] = (
     (TRAINING, "train", "get_forward_backward_func"),
     (TRAINING, "train", "train_step"),
     (TRAINING, "evaluate", "get_forward_backward_func"),
-    (TRAINING, "training_log", "print_rank_last"),
     *((TRAINING, "train", name) for name in active_run.COUNTERS),
 )
 """How Megatron's loop comes to what is replaced, and the counters that it keeps in its namespace."""
@@ -75,14 +82,15 @@ PATCHES: tuple[Call, ...] = (
 
 
 @functools.cache
-def check() -> None:
-    """Check what every run relies on, once.
+def check(*, builds: bool = True) -> None:
+    """Check what every run relies on, and one for which Megatron `builds` models, once.
 
     Raises:
         UnsupportedMegatronError: there is no Megatron, or something is not there or not as it must be; says all of it.
     """
     version = found_version()
-    missing = [*filter(None, map(missing_name, NAMES)), *missing_calls(CALLS)]
+    names = (*NAMES, *BUILDERS) if builds else NAMES
+    missing = [*filter(None, map(missing_name, names)), *missing_calls(CALLS)]
     if missing:
         raise UnsupportedMegatronError(
             f"Megatron {version} at {_place()} lacks what planned runs rely on: {'; '.join(missing)}", hint=INSTALL_HINT

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dynapipe.core.units import amount
-from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.sampling import Sampler, read_task_ids
+from megatron_dynapipe.data.meta import read_meta, task_ids_of
+from megatron_dynapipe.sampling import Sampler
 from megatron_dynapipe.service.settings import SplitSettings
 
 
@@ -14,12 +14,12 @@ def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator
     report = sampler.report
     most = sampler.settings.tokens_per_iteration
     if report.long_samples:
-        names = read_meta(data).tasks
-        by_task = sampler.long_by_task(read_task_ids(data, split.name, report.samples)).items()
+        meta = read_meta(data)
+        by_task = sampler.long_by_task(task_ids_of(data, split.name, report.samples, meta)).items()
         tasks = []
         for task, (samples, lost) in by_task:
             loss = f" ({amount(lost, 'target token')} lost)" if lost else ""
-            tasks.append(f"{names[task]} {samples}{loss}")
+            tasks.append(f"{meta.tasks[task]} {samples}{loss}")
         yield f"{report}; by task: {', '.join(tasks)}"
     if report.over_batch:
         yield (

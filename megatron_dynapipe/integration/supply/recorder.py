@@ -30,6 +30,7 @@ from megatron_dynapipe.report.records import (
 from megatron_dynapipe.report.starts import keep_earlier
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.service.corrections import Correction, in_force
 
 _REPORT_S = 120.0
 """Deadline of the summary at a run's end."""
@@ -81,6 +82,7 @@ class Recorder:
         self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all = reserves_all
+        self._corrections: list[Correction] = []
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -116,6 +118,10 @@ class Recorder:
     def add_start(self, spent: str) -> None:
         """Say in this start's record where the time until its first iteration's end went."""
         self._run = msgspec.structs.replace(self._run, about={**self._run.about, "start": spent})
+
+    def add_correction(self, correction: Correction) -> None:
+        """Costs are corrected from an iteration on."""
+        self._corrections.append(correction)
 
     def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
@@ -231,8 +237,10 @@ class Recorder:
     def _iteration_record(
         self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None
     ) -> IterationRecord:
+        correction = in_force(self._corrections, item.entry.iteration)
         return IterationRecord(
             iteration=item.entry.iteration,
+            corrections=() if correction is None else correction.percents,
             measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
             predicted_ns=item.entry.totals.predicted_ns,
             plan_wait_ns=round(item.waited_seconds * 1e9),

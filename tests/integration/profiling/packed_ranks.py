@@ -82,7 +82,7 @@ def _weights(scope: Scope) -> dict[str, tuple[list[float], list[float], list[flo
             if weight.dim() == 2
         }
         keys = sum(count for name, count in matrices.items() if "cross_attention.linear_kv" in name)
-        in_ns = [[time.once, time.linear / WEIGHT_UNIT, time.memory / WEIGHT_UNIT] for time in times if time]
+        in_ns = [[once, *(rate / WEIGHT_UNIT for rate in rates)] for once, *rates in filter(None, times)]
         measured[kind] = (*in_ns, [0, sum(matrices.values()) - keys, keys])
     return measured
 
