@@ -1,5 +1,6 @@
 """Measured costs without a file: found again, shared, and done without where they cannot be measured."""
 
+import argparse
 import contextlib
 import io
 import time
@@ -18,14 +19,14 @@ from tests.helpers.random_dataset import make_dataset
 from tests.helpers.waiting import until
 
 
-def run_of(hidden: int, report: str = "report") -> Any:
+def run_of(report: str = "report") -> Any:
     """As much of a run's configuration as measuring looks at."""
     from types import SimpleNamespace
 
     from megatron_dynapipe.core.units import ModelFamily, Recompute
 
     return SimpleNamespace(
-        family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, layer_costs={"hidden_size": str(hidden)}, on_cpu=True,
+        family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, on_cpu=True,
         report_folder=Path(report),
         model=SimpleNamespace(experts=None),
         planner=SimpleNamespace(
@@ -58,7 +59,9 @@ def measured_twice(rank: int, world_size: int, cache: str, file: bytes) -> list[
         contextlib.redirect_stderr(said),
     ):
         report = f"{cache}/report"
-        paths = [calibration.measured_costs(run_of(hidden, report), ["--some", "flag"]) for hidden in (32, 32, 64)]
+        run, flags = run_of(report), ["--some", "flag"]
+        every = [argparse.Namespace(hidden_size=hidden) for hidden in (32, 32, 64)]
+        paths = [calibration.measured_costs(run, args, flags) for args in every]
     return [[str(path) for path in paths if path], commands, said.getvalue()]
 
 
