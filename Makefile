@@ -65,7 +65,7 @@ test-upstream: setup
 # Beside the everyday suite: Megatron-Bridge brings packages that nothing else here needs.
 test-bridge: setup
 	@scripts/setup_beside.sh bridge
-	.venv-bridge/bin/python -m pytest tests/bridge -m bridge -n 0
+	.venv-bridge/bin/python -m pytest tests/bridge -m "bridge and not slow" $(SIDE_BY_SIDE) $(LONGEST)
 
 # What everyday tests run with is the newest PyTorch; these rooms are all that call it.
 test-oldest: setup

@@ -68,11 +68,13 @@ def planned(trained: Any, *arguments: Any, **settings: Any) -> AbstractContextMa
     """Have a training loop run planned passes for the length of a block.
 
     Args:
-        trained: a recipe of Megatron-Bridge, or the list of model chunks that a loop of your own trains.
-        arguments: of `bridge.planned`, or of `tools.loop.planned`.
+        trained: a recipe of Megatron-Bridge, the list of model chunks that a loop of your own trains, or the family
+            ("gpt", "t5") of what the command line of an entry script says.
+        arguments: of `bridge.planned`, of `tools.loop.planned`, or of `integration.entry.runs.planned`.
         settings: likewise.
     """
-    module = "tools.loop" if isinstance(trained, list | tuple) else "bridge"
+    module = "integration.entry.runs" if isinstance(trained, str) else "bridge"
+    module = "tools.loop" if isinstance(trained, list | tuple) else module
     door = import_module(f"megatron_dynapipe.{module}").planned
     opened: AbstractContextManager[Any] = door(trained, *arguments, **settings)
     return opened

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.helpers.rehearsal import jobs
 WARM_UP = 5
 SAMPLES = 15
 """Of an iteration: plans make five micro-batches of three, which fit the memory that they are given."""
+PADDED = {"micro_batch_layouts": ["padded"], "slices": "off", "split_backward": "off"}
 RUNS = "tests.helpers.bridge_runs"
 
 
@@ -110,6 +112,7 @@ def measure(*, rank: int, world_size: int, model: str, dataset: str, pairs: int)
     from megatron.bridge.training.pretrain import pretrain
 
     from megatron_dynapipe.bridge import planned
+    from tests.helpers.bridge_forced import forcing
     from tests.helpers.bridge_runs import recipe
     from tests.helpers.bridge_samples import LENGTH
 
@@ -118,8 +121,9 @@ def measure(*, rank: int, world_size: int, model: str, dataset: str, pairs: int)
     config.train.global_batch_size = SAMPLES
     with (
         second_iteration_in_turns(pairs, length=LENGTH, timed=processor_seconds) as result,
-        planned(config, dataset, memory_limit_mb=6.0, report_folder=f"{dataset}-report"),
+        planned(config, dataset, memory_limit_mb=6.0, report_folder=f"{dataset}-report") as run,
     ):
+        run.host._inputs_of = partial(forcing, run.host._inputs_of, PADDED)  # as Bridge's schedule runs them, too
         pretrain(config=config, forward_step_func=forward_step)
     return result
 

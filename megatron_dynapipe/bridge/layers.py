@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.bridge.refusals import PATTERNS, of_model, pattern_of
 from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, PlanningError
@@ -19,13 +19,13 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel, LayerSplit, even_layer_split
 from megatron_dynapipe.costing.pattern import layer_split_of_pattern, megatron_layout, with_stages, without_stages
 from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves, modules_of_text
-from megatron_dynapipe.integration.flags.layer_split import first_batches, layers_of_config
+from megatron_dynapipe.integration.flags.layer_split import layers_of_config
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.service.first_batches import first_batches
 from megatron_dynapipe.service.settings import PlanInputs
 
 AUTO, RECIPE = "auto", "recipe"
 LAYERS = (AUTO, RECIPE)
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def chooses(layers: str) -> bool:
@@ -33,12 +33,6 @@ def chooses(layers: str) -> bool:
     if layers not in LAYERS:
         raise ConfigError(f"expected layers to be one of {', '.join(LAYERS)}, got {layers!r}")
     return layers == AUTO
-
-
-def pattern_of(config: Any) -> str:
-    """The modules of a Hybrid recipe's model, with stages if it has them; empty for a GPT."""
-    patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in _PATTERNS)
-    return next(filter(None, patterns), "")
 
 
 def layers_of_recipe(config: Any) -> LayerSplit:
@@ -73,7 +67,7 @@ def layers_of_checkpoint(config: Any, file: str) -> LayerSplit | None:
     model = model.get("transformer", model)
     split: LayerSplit | None = None
     if pattern_of(config):
-        split = layer_split_of_pattern(next((model[name] for name in _PATTERNS if model.get(name)), ""))
+        split = layer_split_of_pattern(next((model[name] for name in PATTERNS if model.get(name)), ""))
     elif isinstance(layout := model.get("pipeline_model_parallel_layout"), str):
         split = tuple(count / 2 for count in modules_of_text(layout))
     return None if split is None or len(split) % of_model(config).pipeline_model_parallel_size else split
@@ -89,7 +83,7 @@ def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
     settings = inputs.planner
     costs = inputs.costs.load()
     own = settings.layout.layers_per_stage
-    batches, epoch = first_batches(Path(inputs.data_folder), inputs.splits[0].sampler)
+    batches, epoch = first_batches(inputs)
     halves = not pattern_of(config)
     more = MORE_CHUNKS if settings.chunks == 1 else ()
     chosen = choose_layer_split(settings, costs, batches, to_fit=[epoch], halves=halves, chunks=more)
@@ -107,7 +101,7 @@ def laid_out(config: Any, settings: PlannerSettings, split: LayerSplit) -> Itera
     chunks = len(split) // settings.pipeline_parallel
     layout: dict[str, Any] = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
     if pattern := pattern_of(config):
-        name = next(name for name in _PATTERNS if getattr(config.model, name, None) == pattern)
+        name = next(name for name in PATTERNS if getattr(config.model, name, None) == pattern)
         changed_pattern = changed(config.model, **{name: with_stages(pattern, split)})
     else:
         changed_pattern = changed(model, pipeline_model_parallel_layout=_layout(settings, split), **_unset(model))

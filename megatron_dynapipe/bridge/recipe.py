@@ -14,8 +14,8 @@ from torch import nn
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.bridge.capabilities import FREE, capabilities
-from megatron_dynapipe.bridge.layers import AUTO, layers_of_recipe, pattern_of
-from megatron_dynapipe.bridge.refusals import of_model
+from megatron_dynapipe.bridge.layers import AUTO, layers_of_recipe
+from megatron_dynapipe.bridge.refusals import of_model, pattern_of
 from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE
+from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.integration.flags.refusals import EVERYWHERE, EXPERTS, Refusal, first_asked
@@ -19,6 +20,8 @@ BRIDGE = (
     Refusal("enable_offline_packing", "plans pack whole samples into rows, and a batch is a number of samples"),
 )
 """For Megatron-Bridge's loop alone."""
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Names under which a Hybrid recipe has the modules of its model."""
 _MODELS = ("GPTModelProvider", "HybridModelProvider", "GPTModelConfig", "HybridModelConfig")
 """Classes of Bridge whose models plans can run, by name: to import them is to import all of Bridge."""
 _PLACES = ("mixed_precision", "comm_overlap", "ddp", "dist", "train", "dataset")
@@ -37,6 +40,12 @@ def of_model(config: Any) -> Any:
     return getattr(config.model, "transformer", config.model)
 
 
+def pattern_of(config: Any) -> str:
+    """The modules of a Hybrid recipe's model, with stages if it has them; empty for a GPT."""
+    patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in PATTERNS)
+    return next(filter(None, patterns), "")
+
+
 def check_recipe(config: Any) -> None:
     """Raise ConfigError for the first thing in a recipe that a planned run does not support."""
     for place, why, instead in _of_bridge(config):
@@ -50,6 +59,8 @@ def check_recipe(config: Any) -> None:
         unasked = False if value is True else row.taken[-1] if row.taken else row.unasked
         hint = _INSTEAD.get(place, f"{place} = {unasked!r}")
         raise ConfigError(f"{place} = {value!r} cannot be used in a planned run: {row.why}", hint=f"set {hint}")
+    if pattern := pattern_of(config):
+        kinds_of_pattern(pattern)
     length = config.model.seq_length
     if length % LENGTH_MULTIPLE:
         raise ConfigError(f"expected model.seq_length to be a multiple of {LENGTH_MULTIPLE}, got {length}")

@@ -23,9 +23,9 @@ ATTENDS, DENSE, EXPERTS, STAGE_END = "*-E|"
 """Symbols of attention, of an MLP, of experts, and the end of a stage."""
 _MOST_LAYERS = 10_000
 _NOT_TRAINED = {
-    "M": "Mamba layers, whose kernels no CPU has",
-    "G": "gated delta nets, whose kernels no CPU has",
-    "D": "sparse attention, whose kernels no CPU has",
+    "M": "Mamba layers, whose costs are not known",
+    "G": "gated delta nets, whose costs are not known",
+    "D": "sparse attention, whose costs are not known",
     "+": "multi-latent attention, whose costs are not known",
     "/": "layers that predict several tokens, whose loss is averaged over micro-batches",
 }

@@ -47,10 +47,12 @@ class CudaPlatform:
 
     def __init__(self, index: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._stream = torch.cuda.current_stream(self.device)
         self._stretch = self._anchored(self._event())
 
     def align(self) -> None:
         """Record the event from which marks are timed; waits for the device if the anchor has to be replaced."""
+        self._stream = torch.cuda.current_stream(self.device)
         start = self._event()
         anchor_ns = self._stretch.anchor_ns
         if time.monotonic_ns() - anchor_ns > ANCHOR_LASTS_NS:
@@ -59,7 +61,7 @@ class CudaPlatform:
             self._stretch = _Stretch(start, self._stretch.anchor, anchor_ns)
 
     def mark(self) -> Mark:
-        """A CUDA event on the current stream."""
+        """A CUDA event on the stream that was current when the iteration began."""
         return _CudaMark(self._event(), self._stretch)
 
     def has_passed(self, mark: Mark) -> bool:
@@ -84,7 +86,7 @@ class CudaPlatform:
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._stream)
         return event
 
 

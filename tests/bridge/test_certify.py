@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED, REFERENCE, compared
+from tests.bridge.test_families import SHARED, TERMS
 from tests.helpers.bridge_here import HAS_BRIDGE, in_bridge
 from tests.helpers.commands import ROOT, run_python
 from tests.helpers.random_dataset import make_dataset
@@ -61,46 +62,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = {"model": str(folder / "llama")}
     base = model | BASE | {"dataset": str(folder / "data"), "save": str(folder / "base")}
     made = [
-        jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": ["llama"]}, 1),
+        jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": ["llama", "glm4moe"]}, 1),
         jobs.Job(f"{RUNS}:train", base, 2),
     ]
     lora = model | TWO | {"lora": str(folder / "base"), "dora": True}
     for name, settings, precisions in (
         ("adapters", lora, (FP32,)),
         ("half", model | TWO | {"half": True}, (FP32, "bf16")),
+        ("experts", {"model": str(folder / "glm4moe"), "of_model": TERMS | SHARED["of_model"]}, (FP32,)),
     ):
         made += runs_of(folder / name, folder / "data", settings, precisions)
-    run_all(made, folder)
+    run_all([*made, *with_faults(folder, "adapters", list(OF_ADAPTERS), lora)], folder)
     return folder
 
 
-def with_faults(folder: Path, name: str, faults: list[str], settings: dict[str, Any]) -> None:
-    """Planned runs with faults, each in a folder with the other runs of a certificate."""
+def with_faults(folder: Path, name: str, faults: list[str], settings: dict[str, Any]) -> list[jobs.Job]:
+    """Planned runs with faults, each in a folder with the other runs of a certificate, which come first."""
     made = []
     for fault in faults:
         (place := folder / f"{name}-{fault}").mkdir()
-        for run in (folder / name).iterdir():
-            if run.name not in ("report", f"{PLANNED}-{FP32}"):
-                (place / run.name).symlink_to(run)
+        for run in ("begun", f"{BEGIN}-{FP32}", f"{REFERENCE}-{FP32}", f"{REFERENCE}-bf16", f"{PLANNED}-bf16"):
+            (place / run).symlink_to(folder / name / run)
         made.append(runs_of(place, folder / "data", settings | {"fault": fault}, (FP32,))[-1])
-    run_all(made, folder)
+    return made
 
 
 @pytest.fixture(scope="module")
 def faulty(folder: Path) -> Path:
     """Planned runs of all weights with each fault."""
-    with_faults(folder, "half", list(FAULTS), TWO | {"model": str(folder / "llama"), "half": True})
+    settings = TWO | {"model": str(folder / "llama"), "half": True}
+    run_all(with_faults(folder, "half", list(FAULTS), settings), folder)
     return folder
 
 
 @in_bridge
-@pytest.mark.parametrize("name", ["adapters", "half"])
+@pytest.mark.parametrize("name", ["adapters", "half", "experts"])
 def test_a_right_run_is_exact(folder: Path, name: str) -> None:
     checks = compared(folder / name)
     assert [check for check in checks if not check.holds] == []
     assert max(check.error for check in checks) > 0, "orders of sums differ"
     steps = ["updates", "first moments", "second moments"]
-    more = ["losses in bf16", "gradient norms in bf16"] if name == "half" else ["frozen weights"]
+    more = {"half": ["losses in bf16", "gradient norms in bf16"], "adapters": ["frozen weights"]}.get(name, [])
     assert [check.name for check in checks] == ["losses", "gradient norms", *steps, *more]
 
 
@@ -126,8 +128,6 @@ def test_a_fault_is_found_and_named(faulty: Path, fault: str) -> None:
 
 @in_bridge
 def test_a_fault_of_adapters_is_found_and_named(folder: Path) -> None:
-    settings = TWO | {"model": str(folder / "llama"), "lora": str(folder / "base"), "dora": True}
-    with_faults(folder, "adapters", list(OF_ADAPTERS), settings)
     for fault, (check, said) in OF_ADAPTERS.items():
         checks = {line.name: line for line in compared(folder / f"adapters-{fault}")}
         missed = {name: line.where for name, line in checks.items() if not line.holds}

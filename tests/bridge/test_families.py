@@ -13,9 +13,13 @@ pytestmark = MARKS
 RUNS = "tests.helpers.bridge_runs"
 DENSE = ("gemma2",)
 OF_EXPERTS = ("qwen3moe", "gptoss", "glm4moe", "deepseek3")
+SHARES = ("gptoss", "deepseek3")
+"""Whose experts two replicas share; those of the others are shared in rows with terms."""
 ALL_ON = {"micro_batch_layouts": ("packed",), "slices": 16, "split_backward": "on"}
 PIECES = {"micro_batch_layouts": ("packed",), "slices": 16}
 SHARED = {"of_model": {"expert_model_parallel_size": 2}}
+NEMOTRON = "*-*E|*E*-"
+"""Its Mamba layers are refused."""
 LITTLE = {"memory_limit_mb": 4.0}
 """As `SEVERAL`, where ranks share experts."""
 TERMS = {
@@ -37,16 +41,17 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
     for family in (*DENSE, *OF_EXPERTS):
         rows[family] = (1, False, {"model": family})
         rows[f"{family} all on"] = (2, True, {"model": family, **TWO, **SEVERAL, "forced": ALL_ON})
-    for family in OF_EXPERTS:
+    for family in SHARES:
         rows[f"{family} shared"] = (2, True, {"model": family, "forced": PIECES, **SHARED})
     shared = {"of_model": TERMS | SHARED["of_model"]}
     rows |= {
         "terms": (1, False, {"model": "glm4moe", **WITHOUT_PADDING, "of_model": TERMS}),
-        "terms planned": (1, True, {"model": "glm4moe", **SEVERAL, "of_model": TERMS}),
         "terms shared": (2, True, {"model": "glm4moe", **LITTLE, **shared}),
         "terms two stages": (2, True, {"model": "glm4moe", **TWO, **SEVERAL, "of_model": TERMS}),
         "late planned": (1, True, {"model": "qwen3moe", "of_model": LATE}),
         "late shared": (2, True, {"model": "qwen3moe", **LITTLE, "of_model": LATE | SHARED["of_model"]}),
+        "nemotron": (2, False, {"model": "qwen3moe", "pattern": NEMOTRON, **TWO}),
+        "nemotron planned": (2, True, {"model": "qwen3moe", "pattern": NEMOTRON, **TWO, **SEVERAL, "forced": ALL_ON}),
         "saved": (1, True, {"model": "qwen3moe", "iterations": 2, "save": "saved"}),
         "lora": (2, False, {"model": "qwen3moe", "lora": "saved", **SHARED}),
         "lora planned": (2, True, {"model": "qwen3moe", "lora": "saved", **LITTLE, **SHARED}),
@@ -74,14 +79,14 @@ def test_a_family_trains_as_without_plans(ran: dict[str, Any], family: str) -> N
     assert_same(planned, last(ran, family), within=EXACT)
 
 
-@pytest.mark.parametrize("family", OF_EXPERTS)
+@pytest.mark.parametrize("family", SHARES)
 def test_replicas_share_experts(ran: dict[str, Any], family: str) -> None:
     planned = last(ran, f"{family} shared")
     assert planned["micro_batches"] > 1
     assert_same(planned, last(ran, family), within=EXACT)
 
 
-@pytest.mark.parametrize("layout", ["planned", "shared", "two stages"])
+@pytest.mark.parametrize("layout", ["shared", "two stages"])
 def test_terms_that_balance_experts_are_those_of_single_samples(ran: dict[str, Any], layout: str) -> None:
     """Losses of later iterations: what is reported is the loss of tokens alone."""
     planned = last(ran, f"terms {layout}")
@@ -98,3 +103,11 @@ def test_the_term_of_the_iteration_before_is_the_same_of_any_plan(ran: dict[str,
 def test_adapters_of_experts_that_replicas_share(ran: dict[str, Any]) -> None:
     """On the same layout: each rank has an adapter of its own experts."""
     assert_same(last(ran, "lora planned"), last(ran, "lora"), within=EXACT)
+
+
+def test_a_hybrid_model_with_experts_trains_as_without_plans(ran: dict[str, Any]) -> None:
+    """From weights that Megatron draws, on each stage anew: on the same layout."""
+    planned = last(ran, "nemotron planned")
+    assert planned["packed"]
+    assert min(planned["seen"][what] for what in ("leave", "read", "add")) > 0
+    assert_same(planned, last(ran, "nemotron"), within=EXACT)

@@ -1,6 +1,7 @@
 """Layers are measured with Megatron-Bridge's adapters in place, while all other weights are frozen."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,18 +15,33 @@ from tests.helpers.rehearsal import jobs, launch
 
 pytestmark = MARKS
 RUNS = "tests.helpers.bridge_runs"
+RANKS = "tests.bridge.measured_ranks"
 SHORT = ("--max-positions", "256", "--budget-minutes", "0.05", "--recompute", "none")
 DIM = 4
 
 
+KINDS = ("lora", "dora")
+FAMILIES = ("qwen3", "gemma3", "gptoss", "qwen3moe", "glm4moe", "deepseek3")
+
+
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe that trains LoRA, as Bridge saves it."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each job's rank returned, by the kind of adapters or the family; and of the recipe that trains LoRA."""
     folder = tmp_path_factory.mktemp("measured")
-    made = jobs.Job(f"{RUNS}:saved_recipe", {"folder": str(folder), "dim": DIM}, 1)
-    (path,) = jobs.run_all([made], folder, engine=True, preloaded=RUNS)
-    assert Path(path[0]).exists(), path
-    return Path(path[0])
+    made = {
+        "recipe": jobs.Job(f"{RUNS}:saved_recipe", {"folder": str(folder), "dim": DIM}, 1),
+        **{kind: jobs.Job(f"{RANKS}:counted", {"kind": kind, "dim": DIM}, 1) for kind in KINDS},
+        **{family: jobs.Job(f"{RANKS}:built", {"folder": str(folder), "family": family}, 1) for family in FAMILIES},
+    }
+    ran = dict(zip(made, jobs.run_all([*made.values()], folder, engine=True, preloaded=RUNS), strict=True))
+    assert not [result for result in ran.values() if isinstance(result, str)], ran
+    return {name: result for name, (result,) in ran.items()}
+
+
+@pytest.fixture(scope="module")
+def recipe(results: dict[str, Any]) -> Path:
+    """A recipe that trains LoRA, as Bridge saves it."""
+    return Path(results["recipe"])
 
 
 def test_a_recipe_is_measured_with_its_adapters(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,27 +70,19 @@ def test_a_recipe_is_measured_with_its_adapters(recipe: Path, capsys: pytest.Cap
     assert "this one has no adapters in place of the file's lora adapters of width 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_a_measured_layer_multiplies_as_often_as_a_computed_one(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_measured_layer_multiplies_as_often_as_a_computed_one(results: dict[str, Any], kind: str) -> None:
     """No gradient of a frozen weight is computed or kept."""
-    job = jobs.Job("tests.bridge.measured_ranks:counted", {"kind": kind, "dim": DIM}, 1)
-    (results,) = jobs.run_all([job], tmp_path, engine=True, preloaded=RUNS)
-    assert not isinstance(results, str), results
-    (result,) = results
+    result = results[kind]
     assert result["counted"] == pytest.approx(result["computed"], rel=1e-6)
     assert result["trained"] == result["with buffers"]
     assert all(".adapter." in name or "magnitude" in name for name in result["trained"]["encoder"])
     assert result["trained"]["encoder"] and not result["trained"]["postprocess"]
 
 
-def test_a_recipe_s_own_layers_are_measured_and_multiply_as_often_as_computed_ones(tmp_path: Path) -> None:
+def test_a_recipe_s_own_layers_are_measured_and_multiply_as_often_as_computed_ones(results: dict[str, Any]) -> None:
     """Grouped queries, norms of them, windows, sinks, latent attention, experts, shared ones, and dense layers."""
-    families = ["qwen3", "gemma3", "gptoss", "qwen3moe", "glm4moe", "deepseek3"]
-    given = [{"folder": str(tmp_path), "family": family} for family in families]
-    made = [jobs.Job("tests.bridge.measured_ranks:built", each, 1) for each in given]
-    results = jobs.run_all(made, tmp_path, engine=True, preloaded=RUNS)
-    assert not [text for text in results if isinstance(text, str)]
-    result = {family: kinds for family, (kinds,) in zip(families, results, strict=True)}
+    result = {family: results[family] for family in FAMILIES}
     assert {family: sorted(kinds) for family, kinds in result.items() if len(kinds) > 1} == {
         family: ["encoder", "expert"] for family in ("glm4moe", "deepseek3")
     }

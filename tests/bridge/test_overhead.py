@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.helpers.bridge_here import MARKS
 from tests.helpers.commands import run_python
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 def test_both_run_equal_micro_batches() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.bridge_here import MARKS
 from tests.helpers.commands import run_python
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 def test_recipes_train_planned_and_by_bridges_own_schedule(tmp_path: Path) -> None:

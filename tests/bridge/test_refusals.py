@@ -17,6 +17,10 @@ class GPTModelProvider(SimpleNamespace):
     """A class of the name that Bridge's has."""
 
 
+class HybridModelProvider(SimpleNamespace):
+    """Likewise."""
+
+
 class DistillationProvider(GPTModelProvider):
     """Likewise."""
 
@@ -130,6 +134,14 @@ def test_the_newer_form_of_a_model_is_asked_in_both_of_its_parts() -> None:
     inner = SimpleNamespace(pipeline_model_parallel_size=2, context_parallel_size=2)
     with pytest.raises(ConfigError, match=r"config\.model\.transformer\.context_parallel_size = 2"):
         check_recipe(recipe(model=GPTModelProvider(seq_length=64, transformer=inner)))
+
+
+def test_layers_without_known_costs_are_refused_before_anything_is_loaded() -> None:
+    model = HybridModelProvider(seq_length=64, hybrid_layer_pattern="*-*E|*-M-")
+    with pytest.raises(ConfigError, match="'M' at position 8 stands for Mamba layers, whose costs are not known"):
+        check_recipe(recipe(model=model))
+    model.hybrid_layer_pattern = "*-*E|*-*-"
+    check_recipe(recipe(model=model))
 
 
 def test_what_bridge_switches_off_by_itself_is_not_refused() -> None:

@@ -39,7 +39,7 @@ READ = {
     "|*--||E*": ((ATTENTION, MLP, MLP, EXPERT_MLP, ATTENTION), (3,), (0, 3, 0, 2)),
 }
 REFUSED = {
-    "*M-": "'M' at position 2 stands for Mamba layers, whose kernels no CPU has",
+    "*M-": "'M' at position 2 stands for Mamba layers, whose costs are not known",
     "*-|G": "'G' at position 4 stands for gated delta nets",
     "D-": "'D' at position 1 stands for sparse attention",
     "*-+": "'+' at position 3 stands for multi-latent attention",

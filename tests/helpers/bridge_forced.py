@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -9,11 +10,13 @@ from unittest import mock
 import msgspec
 import torch
 
+from megatron_dynapipe.bridge import capabilities
 from megatron_dynapipe.bridge import layers as layer_choice
 from megatron_dynapipe.bridge import run as bridge_run
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.integration.models.divided_linears import WeightHalves
+from megatron_dynapipe.integration.models.engine_attention import ENGINE
 from megatron_dynapipe.integration.models.kept_keys import KeptPiece
 from megatron_dynapipe.integration.models.labelled_rows import RowGather
 
@@ -61,12 +64,16 @@ def counting() -> Iterator[collections.Counter[str]]:
         for owner, name in ((WeightHalves, "leave"), (KeptPiece, "read"), (KeptPiece, "add")):
             patched.enter_context(mock.patch.object(owner, name, noting(name, getattr(owner, name))))
         patched.enter_context(mock.patch.object(RowGather, "take", taking))
+        patched.enter_context(mock.patch.object(capabilities, "say", lambda text: seen.update([text])))
         yield seen
 
 
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
-    """A run with a fault: second halves left out, or gradients of kept keys 1% off; empty for a right one."""
+    """A run with a fault: second halves left out, or gradients of kept keys 1% off; empty for a right one.
+
+    Or one on a machine whose Transformer Engine has no kernel for pieces.
+    """
     add = KeptPiece.add
 
     def dropping(halves: WeightHalves, key: Any, done: Any = None) -> None:
@@ -75,7 +82,15 @@ def fault(name: str) -> Iterator[None]:
     def off(piece: KeptPiece, *gradients: torch.Tensor) -> None:
         add(piece, *(gradient * OFF_PERCENT for gradient in gradients))
 
+    engine = importlib.import_module(f"{ENGINE}.attention.dot_product_attention.utils")
+    known = engine.get_attention_backend
+
+    def backend(asked: Any) -> Any:
+        without = (False, None, False, None, True, [False, False, True])
+        return without if "bottom_right" in asked.attn_mask_type else known(asked)
+
     faults: dict[str, tuple[Any, str, Any]] = {
+        "no kernel": (engine, "get_attention_backend", backend),
         "no second halves": (WeightHalves, "add_weight_gradients", dropping),
         "kept keys off": (KeptPiece, "add", off),
     }

@@ -25,6 +25,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.activations import squared_relu
 from megatron.core.utils import unwrap_model
 
 from megatron_dynapipe.bridge import certified as certify_worker
@@ -42,6 +43,7 @@ from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
+LAYERS = 4
 EPSILON = 1e-3
 """Adam's: a gradient near Bridge's 1e-8 is rounding, and moves its weight as far as any other."""
 gemma2_provider._flex_attn_func = flex_attention
@@ -153,18 +155,25 @@ def _own_samples(folder: str, *, chats: bool) -> GPTSFTDatasetConfig:
 
 
 def _hybrid(pattern: str) -> HybridModelProvider:
+    """As Nemotron: networks of squares, no positions, experts' scores by sigmoids, and an expert that all share."""
     return HybridModelProvider(
         hybrid_layer_pattern=pattern,
         hidden_size=64,
         ffn_hidden_size=128,
         num_attention_heads=4,
         num_query_groups=2,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=False,
+        activation_func=squared_relu,
+        position_embedding_type="none",
         add_bias_linear=False,
         normalization="RMSNorm",
-        position_embedding_type="rope",
         vocab_size=VOCABULARY,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=32,
+        moe_grouped_gemm=True,
     )
 
 
@@ -323,6 +332,7 @@ def _counted(run: PlannedRecipe, kept: Kept, records: Path) -> dict[str, Any]:
     return {
         "packed": any(row.layout == "packed" for row in rows),
         "micro_batches": len(rows),
+        "slices": run.inputs.planner.slices,
         "state_bytes": run.inputs.planner.model_state_bytes,
         "adapter": _adapter(run.inputs.costs),
         "weight_bytes": sum(weight.nbytes for weight in kept.weights.values()),

@@ -58,9 +58,10 @@ class RowsCore:
     def attend_row(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
     ) -> Tensor:
-        """[t, 1, heads × channels] of a row."""
+        """[t, 1, heads × channels] of a row; keys and values are kept as [t, heads, channels], in a kernel or not."""
         if row.cuts:
-            key, value = self.kept_keys.keep(key, value, row.starts(), row.cuts)
+            kept = self.kept_keys.keep(key.squeeze(1), value.squeeze(1), row.starts(), row.cuts)
+            key, value = (tensor.unsqueeze(1) for tensor in kept)
         queries = query.split(row.lengths_q)
         keys = key.split(row.lengths_kv)
         values = value.split(row.lengths_kv)
@@ -76,8 +77,8 @@ class RowsCore:
         if cut is None or not cut.start:
             return key, value
         pieces = [piece.read() for piece in self.kept_keys.before(cut)]
-        keys, values = zip(*pieces, strict=True)
-        return torch.cat([*keys, key]), torch.cat([*values, value])
+        keys, values = (torch.cat(tensors).unsqueeze(1) for tensors in zip(*pieces, strict=True))
+        return torch.cat([keys, key]), torch.cat([values, value])
 
     def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
         """Attention with an explicit mask, which a window's own joins; causal, the last query sees all keys."""

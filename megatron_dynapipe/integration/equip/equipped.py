@@ -1,7 +1,9 @@
 """Equipping a rank's model chunks, once: before the first planned pass, wrapped for data parallelism or not."""
 
+import functools
 from collections.abc import Sequence
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -11,6 +13,7 @@ from megatron_dynapipe.integration.equip.labels import equip_labels
 from megatron_dynapipe.integration.equip.rotations import equip_rotations
 from megatron_dynapipe.integration.equip.told import NOTHING, Channel, Told
 from megatron_dynapipe.integration.models.divided_linears import weight_halves
+from megatron_dynapipe.integration.models.kept_keys import kept_keys_of
 from megatron_dynapipe.integration.models.labelled_rows import row_gather
 
 _MARK = "_dynapipe_equipped"
@@ -36,6 +39,17 @@ class Equipped:
         self.halves = weight_halves(chunks)
         self._gather = row_gather(chunks)
         self._routers = routers_of(chunks)
+        self._kept_keys = kept_keys_of(chunks)
+
+    @functools.cached_property
+    def groups(self) -> ProcessGroupCollection:
+        """Megatron's process groups."""
+        return ProcessGroupCollection.use_mpu_process_groups()
+
+    def forget(self) -> None:
+        """Drop what attention has kept for later pieces, before an iteration begins."""
+        for keys in self._kept_keys:
+            keys.clear()
 
     def tell(self, told: Told = NOTHING) -> None:
         """Before each pass, a backward one too: layers may be computed again in it."""

@@ -204,12 +204,13 @@ def forget_iteration(models: Sequence[nn.Module]) -> None:
 
 def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Add up what the routers of all replicas have counted."""
-    routers = routers_of(models)
     config = get_model_config(models[0])
-    if config.num_moe_experts is not None:
-        for logged in _LOGGED.values():
-            # Megatron 0.19 makes those of a HybridModel's stage without experts too short to be reduced over stages.
-            get_moe_metrics_tracker().ensure_initialized(logged, config.num_layers)
+    if config.num_moe_experts is None:
+        return
+    for logged in _LOGGED.values():
+        # Megatron 0.19 makes those of a HybridModel's stage without experts too short to be reduced over stages.
+        get_moe_metrics_tracker().ensure_initialized(logged, config.num_layers)
+    routers = routers_of(models)
     if not routers:
         return
     sums = torch.stack([router.sums for router in routers])

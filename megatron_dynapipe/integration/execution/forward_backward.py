@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Instruction
 from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.equip.experts import forget_iteration
 from megatron_dynapipe.integration.execution.megatron_stage import (
     ForwardStep,
@@ -25,7 +26,6 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
     WeightDone,
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
-from megatron_dynapipe.integration.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 
 MakeStage = Callable[..., MegatronStage]
@@ -138,14 +138,14 @@ def _before_first_list(
     receive is pending, for cuBLAS loads kernels by shape. Nothing of it is left, its gradients neither.
     """
     warm_up()
-    clear_kept_keys(models)
+    equip(models).forget()
     with contextlib.ExitStack() as resources:
         resources.enter_context(without_timers(get_model_config(models[0])))
         for model in models:
             resources.enter_context(model.no_sync())
             resources.callback(model.zero_grad_buffer)
         runner.run_alone(Step(plan=plan, model=make_stage()))
-    clear_kept_keys(models)
+    equip(models).forget()
     forget_iteration(models)
 
 
@@ -154,7 +154,7 @@ def _passes(
     config: Any, models: Sequence[torch.nn.Module], gathers: "_ParameterGathers", reduction: "_GradientReduction"
 ) -> Iterator[None]:
     """While a list runs."""
-    clear_kept_keys(models)
+    equip(models).forget()
     with reduction, without_timers(config):
         gathers.begin()
         yield

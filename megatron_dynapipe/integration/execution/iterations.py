@@ -48,6 +48,7 @@ class IterationRunner:
         self._required = required
         self._seed = seed
         self._context: MicroBatchContext | None = None
+        self._attentions: list[SdpaCoreAttention] = []
         self.shape: Shape | None = None
         self._has_begun = False
 
@@ -69,7 +70,7 @@ class IterationRunner:
         `on_first_pass` is called after it.
         """
         context = self.context(models)
-        self._build_attention(models, entry)
+        self._build_attention(entry)
 
         def prepare(instruction: Pass) -> None:
             index = instruction.micro_batch
@@ -113,19 +114,20 @@ class IterationRunner:
             dtype=self.steps.dtype,
         )
 
-    def _build_attention(self, models: Sequence[torch.nn.Module], entry: StageEntry) -> None:
+    def _build_attention(self, entry: StageEntry) -> None:
         """Have attention meet the shapes of an entry's padded rows before its list runs; a T5's decoder is causal."""
         if self.steps.device.type != "cuda":
             return
         length = 2 if self.settings.model.family.is_encoder_decoder else 1
         padded = [batch.shape for batch in entry.micro_batches if batch.layout is BatchLayout.PADDED]
         shapes = {(shape.size, shape[length]) for shape in padded}
-        for module in chain.from_iterable(model.modules() for model in models):
-            if isinstance(module, SdpaCoreAttention):
-                module.build(shapes)
+        for attention in self._attentions:
+            attention.build(shapes)
 
     def context(self, models: Sequence[torch.nn.Module]) -> MicroBatchContext:
         """The models' context, made at the first call, which raises ConfigError as it does."""
         if self._context is None:
             self._context = MicroBatchContext(models, seed=self._seed)
+            modules = chain.from_iterable(model.modules() for model in models)
+            self._attentions = [module for module in modules if isinstance(module, SdpaCoreAttention)]
         return self._context

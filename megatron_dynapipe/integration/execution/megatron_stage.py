@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Pass
@@ -91,7 +90,7 @@ class MegatronStage:
         self._halves = self._equipped.halves
         self._halves.clear()
         self._told: dict[int, Told] = {}  # by micro-batch, for its backward passes
-        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self._groups = self._equipped.groups
         self._device = next(models[0].parameters()).device
         self._losses: list[dict[str, torch.Tensor]] = []
         # On the device from the start: moving it there later would wait for all passes.

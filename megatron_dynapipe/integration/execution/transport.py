@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import ScatterGather
+from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime import (
     HostStagedTransport,
     ScatterGatherTransport,
@@ -78,7 +79,7 @@ def _through_the_host(control: ControlGroup, settings: PlannerSettings, wire: Tr
             "ranks share a GPU, so that messages go through the host: they cannot be divided there",
             hint="leave scatter-gather at auto or off, or give every rank a GPU of its own",
         )
-    _say(control, "ranks share a GPU: messages between stages go through the host, which NCCL would not do")
+    say("ranks share a GPU: messages between stages go through the host, which NCCL would not do")
     return HostStagedTransport(wire)
 
 
@@ -98,7 +99,7 @@ def _sharded(
     group = tensor_group(control, device=device, timeout_s=timeout_s)
     size = parallel_state.get_tensor_model_parallel_world_size()
     which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
-    _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
+    say(f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
     return ScatterGatherTransport(wire, group, stage=stage, is_sharded=links.is_sharded)
 
 
@@ -140,8 +141,3 @@ def share_a_device(control: ControlGroup, device: torch.device) -> bool:
     identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
     identities = control.gather(torch.tensor(list(identity.bytes), dtype=torch.uint8))
     return len({tuple(identity.tolist()) for identity in identities}) < len(identities)
-
-
-def _say(control: ControlGroup, message: str) -> None:
-    if dist.get_world_size() > 1 and control.rank == 0:
-        print(message, flush=True)

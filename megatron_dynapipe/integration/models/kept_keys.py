@@ -181,9 +181,13 @@ def joined_again(*joined: tuple[Tensor, Sequence[Tensor]]) -> Iterator[None]:
         yield
 
 
+def kept_keys_of(models: Sequence[nn.Module]) -> list[KeptKeys]:
+    """What the attentions of model chunks keep."""
+    kept = (getattr(module, "kept_keys", None) for model in models for module in model.modules())
+    return [keys for keys in kept if isinstance(keys, KeptKeys)]
+
+
 def clear_kept_keys(models: Sequence[nn.Module]) -> None:
-    """Drop what the attentions of model chunks have kept, before an iteration begins."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(kept := getattr(module, "kept_keys", None), KeptKeys):
-                kept.clear()
+    """Drop what the attentions of model chunks have kept."""
+    for keys in kept_keys_of(models):
+        keys.clear()
