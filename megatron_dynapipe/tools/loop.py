@@ -168,6 +168,7 @@ class Plans:
         for runner in self._runners.values():
             runner.close()
         self._runners.clear()
+        self._ran.clear()  # communicators are made anew, for which devices have to be idle again
         self._planned.clear()
         self._control = None
         for group in self._groups:
