@@ -86,6 +86,15 @@ Problem problem_of(Keywords given) {
     require(problem.rows.kinds >= 1 && problem.rows.kinds <= 4096, "between 1 and 4096 kinds of modules");
     const Integers modules = given.values<int64_t>("modules"), cuts = given.values<int64_t>("cuts");
     problem.modules = divided_at(modules, cuts, problem.rows.kinds);
+    const Integers percent = given.values<int64_t>("corrections");
+    require(percent.empty() || percent.size() == 3 * problem.modules.size(), "three corrections for every stage");
+    for (size_t v = 0; 3 * v < percent.size(); ++v) {
+        const Correction correction{percent[3 * v], percent[3 * v + 1], percent[3 * v + 2]};
+        require(std::min({correction.forward, correction.input, correction.weight}) > 0 &&
+                    std::max({correction.forward, correction.input, correction.weight}) <= kMostPercent,
+                "corrections from 1 to 1000 percent");
+        problem.modules[v].correct(correction);
+    }
     given.done();
     problem.check();
     problem.choose_rows();

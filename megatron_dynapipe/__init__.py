@@ -7,8 +7,9 @@ it.
 The names below are loaded when they are first used, so that importing the package imports neither torch nor Megatron.
 """
 
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -56,10 +57,27 @@ __all__ = [
     "__version__",
     "orchestrate",
     "plan_batch",
+    "planned",
     "profile_module",
     "split_model",
     "tune",
 ]
+
+
+def planned(trained: Any, *arguments: Any, **settings: Any) -> AbstractContextManager[Any]:
+    """Have a training loop run planned passes for the length of a block.
+
+    Args:
+        trained: a recipe of Megatron-Bridge, the list of model chunks that a loop of your own trains, or the family
+            ("gpt", "t5") of what the command line of an entry script says.
+        arguments: of `bridge.planned`, of `tools.loop.planned`, or of `integration.entry.runs.planned`.
+        settings: likewise.
+    """
+    module = "integration.entry.runs" if isinstance(trained, str) else "bridge"
+    module = "tools.loop" if isinstance(trained, list | tuple) else module
+    door = import_module(f"megatron_dynapipe.{module}").planned
+    opened: AbstractContextManager[Any] = door(trained, *arguments, **settings)
+    return opened
 
 
 def __getattr__(name: str) -> object:

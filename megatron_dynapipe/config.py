@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_dynapipe.core.errors import ConfigError, near_name
-from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE
+from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE, Link
 from megatron_dynapipe.core.units import BYTES_PER_MB
-from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.files import read_bounded
 
 CONFIG_FLAG = "--dynapipe-config"

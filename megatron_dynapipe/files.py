@@ -67,12 +67,13 @@ def read_unpacked(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     return unpacked
 
 
-def read_up_to(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> bytes:
-    """The next bytes of a file, in memory that grows with them: one read of so many asks for all at once."""
-    data = bytearray()
-    while len(data) < most_bytes and (chunk := file.read(min(_CHUNK_BYTES, most_bytes - len(data)))):
-        data += chunk
-    return bytes(data)
+def read_up_to(file: BinaryIO | gzip.GzipFile, most_bytes: int, *, head: bytes = b"") -> bytes:
+    """`head` and the next bytes of a file, in memory that grows with them: one read of so many asks for all at once."""
+    data = io.BytesIO()
+    data.write(head)
+    while data.tell() < most_bytes and (chunk := file.read(min(_CHUNK_BYTES, most_bytes - data.tell()))):
+        data.write(chunk)
+    return data.getvalue()  # as it lies there: a copy would take as much again
 
 
 def open_regular(path: Path) -> int:

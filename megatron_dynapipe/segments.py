@@ -21,16 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.choosing.evenest import evenest
-from megatron_dynapipe.core.costs import ABSENT, HEAD, CostTables, IntArray, Kind, Quantity, increasing
+from megatron_dynapipe.core.costs import ABSENT, HEAD, CostTables, IntArray, Kind, ModelState, Quantity, increasing
 from megatron_dynapipe.core.errors import ConfigError, CostModelError
 from megatron_dynapipe.core.model import Model
-from megatron_dynapipe.core.network import Network
+from megatron_dynapipe.core.network import Link, Network
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
-from megatron_dynapipe.costing.format import FORMAT, Table, is_cost_file
-from megatron_dynapipe.costing.links import Link
-from megatron_dynapipe.costing.state import ModelState
+from megatron_dynapipe.costing.document import FORMAT, Table, is_cost_file
 from megatron_dynapipe.outputs import write_file
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]

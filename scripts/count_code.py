@@ -33,7 +33,7 @@ OF_THE_FORK = {
 }
 """Flags of the published DynaPipe that mean the same here."""
 BOUNDS: Mapping[str, float] = {
-    # To come down to 10 again: bounds of plans (choosing/), at 12.5, are to leave the package.
+    # To come down to 10 again.
     "tokens a line of the package": 10.05,
     # To come down to 9.5, by problem, scheduling and model first; the bound of lines leaves room for few more.
     "tokens a line of its core": 9.85,
@@ -43,7 +43,8 @@ BOUNDS: Mapping[str, float] = {
     "kinds of values": 225,
     "flags": 30,
     "files of the core": 26,
-    "lines of the core": 5_500,
+    # Records of costs, links and batches stand in it (200 lines), so that no reader is sent out.
+    "lines of the core": 5_720,
     "files it imports besides": 0,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

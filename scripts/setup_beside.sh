@@ -21,6 +21,9 @@ rm -rf -- "$FOLDER"
 cp -al .venv "$FOLDER"
 # Programs and `activate` name the environment that they were written for. sed writes new files, and leaves .venv's alone.
 { grep -lIF --null -- "$PWD/.venv" "$FOLDER"/bin/* || true; } | xargs -0 -r sed -i "s#$PWD/\.venv#$PWD/$FOLDER#g"
-"$FOLDER/bin/python" -m pip install --quiet --no-deps -r "$LOCK" ||
+pins() {  # with digests, as in scripts/setup.sh
+    if [[ $(uname -sm) == "Linux x86_64" ]]; then awk -f scripts/hashed.awk requirements.sha256 "$LOCK"; else cat "$LOCK"; fi
+}
+"$FOLDER/bin/python" -m pip install --quiet --no-deps -r <(pins) ||
     { printf 'error: pip could not install %s\nhint: %s\n' "$LOCK" "see its message above; run this again" >&2; exit 2; }
 printf '%s\n' "$inputs" >"$FOLDER/.done"

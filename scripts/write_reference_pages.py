@@ -40,6 +40,9 @@ Megatron's own models without its training loop (`examples/gpt_steps.py`).
 .. automodule:: megatron_dynapipe
    :no-members:
 
+.. autofunction:: megatron_dynapipe.planned
+.. autoclass:: megatron_dynapipe.tools.loop.Plans
+   :members:
 .. autofunction:: megatron_dynapipe.tools.batch.plan_batch
 .. autoclass:: megatron_dynapipe.tools.batch.PlannedBatch
 .. autofunction:: megatron_dynapipe.tools.tuning.tune

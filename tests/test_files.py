@@ -59,7 +59,13 @@ def test_reading_a_small_file_asks_for_little_memory(tmp_path: Path) -> None:
     assert len(read_unpacked(path)) == 1000
     assert read_up_to(io.BytesIO(bytes(5000)), 2_000_000_000) == bytes(5000)
     assert read_up_to(io.BytesIO(bytes(5000)), 4000) == bytes(4000)
+    assert read_up_to(io.BytesIO(bytes(5000)), 4000, head=b"[1") == b"[1" + bytes(3998)
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+    file = io.BytesIO(bytes(50_000_000))
+    tracemalloc.start()
+    read_up_to(file, 100_000_000)
+    assert tracemalloc.get_traced_memory()[1] < 75_000_000, "no copy of all of it"
     tracemalloc.stop()
 
 

@@ -78,7 +78,8 @@ def test_every_pin_has_the_digest_of_its_wheel_and_nothing_else_has_one() -> Non
     lines = (ROOT / "requirements.sha256").read_text().splitlines()[1:]
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+ sha256:[0-9a-f]{64}", line) for line in lines)
     digests = {line.partition(" ")[0] for line in lines}
-    assert digests == {f"{name}=={version}" for name, version in locked().items()}
+    locks = (LOCK, OF_BRIDGE, ROOT / "requirements-oldest.lock")
+    assert digests == {f"{name}=={version}" for lock in locks for name, version in locked(lock=lock).items()}
 
 
 def test_set_up_gives_pip_the_digests(tmp_path: Path) -> None:

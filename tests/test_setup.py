@@ -312,11 +312,12 @@ def test_downloads_say_how_far_they_are() -> None:
 
 def test_bridges_programs_are_those_of_its_own_environment(tmp_path: Path) -> None:
     """A copy by hard links, whose programs and `activate` name it, and not the environment that it was copied from."""
-    for name in ("scripts/setup_beside.sh", "requirements.lock", "requirements-bridge.lock", "pyproject.toml"):
+    named = ("scripts/setup_beside.sh", "scripts/hashed.awk", "requirements.lock", "requirements-bridge.lock")
+    for name in (*named, "requirements.sha256", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / ".demo").mkdir()
-    fake_python(tmp_path / ".venv/bin/python", "exit 0")
+    fake_python(tmp_path / ".venv/bin/python", 'for file; do :; done; grep == "$file" >asked')
     programs = {"torchrun": f"#!{tmp_path}/.venv/bin/python\n", "activate": f'export VIRTUAL_ENV="{tmp_path}/.venv"\n'}
     for name, text in programs.items():
         (tmp_path / ".venv/bin" / name).write_text(text)
@@ -324,3 +325,5 @@ def test_bridges_programs_are_those_of_its_own_environment(tmp_path: Path) -> No
     for name, text in programs.items():
         assert (tmp_path / ".venv/bin" / name).read_text() == text
         assert (tmp_path / ".venv-bridge/bin" / name).read_text() == text.replace("/.venv", "/.venv-bridge")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) > 30 and all(" --hash=sha256:" in line for line in asked), "pip compares digests"

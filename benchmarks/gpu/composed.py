@@ -10,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.core.instructions import (
     Backward,
     BackwardInput,

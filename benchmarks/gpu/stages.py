@@ -39,9 +39,9 @@ from benchmarks.gpu.planned import METHODS, PLANNED, ROWS, Case, Planned, cases
 from megatron_dynapipe import config, cpu
 from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.memory import peak_bytes
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import BYTES_PER_MB
 from megatron_dynapipe.costing import Network
-from megatron_dynapipe.costing.links import Link
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TURNS = {"cuda": 5, "cpu": 6}

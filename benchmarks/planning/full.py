@@ -14,7 +14,7 @@ Every setting's batches are planned by `megatron-dynapipe plan --json` in one pr
     idle        mean share of device time in which no pass runs
     bound       mean of bound over plan: for each stage its work and the least fill and drain around it, the largest
                 over stages, for the micro-batches of the plan
-    of L2       mean of the limit of stages and memory over plan (`choosing/limits.py`)
+    of L2       mean of the limit of stages and memory over plan (`benchmarks/planning/limits.py`)
 
 The published planner is compared where its results are known: on A100s, and batches of flan_like.
 
@@ -32,6 +32,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, markdown
+from benchmarks.planning import limits
 from benchmarks.planning.cases import COMPUTED, COSTS, MEMORY_MB, published_results, recorded_batches
 
 MODELS = {"gpt": ("--layers 32", "4096"), "t5": ("--encoder-layers 24 --decoder-layers 24", "1024")}
@@ -109,6 +110,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         if planned.returncode == 2:
             return [{"id": batch["id"], "error": planned.stderr.strip().splitlines()[0]} for batch in batches]
         files["report"].write_text(planned.stdout)
+        bounds = dict(zip((batch["id"] for batch in batches), limits.of_arguments(command[3:]), strict=True))
         score = [sys.executable, ROOT / "benchmarks/planning/score_plans.py", files["report"], files["plan"], cost]
         split = "equal" if args.split == "equal" else "auto"
         score += ["--model", model, *layers.split(), "--hidden", hidden, "--split", split]
@@ -120,7 +122,7 @@ def _plan(args: argparse.Namespace, model: str, layout: str, batches: list[dict]
         line["seconds"] = iterations[line["id"]]["planning_seconds"]
         line["processor_seconds"] = iterations[line["id"]]["planning_processor_seconds"]
         if "error" not in line:
-            line["of_limit"] = iterations[line["id"]]["limits"]["memory"] / iterations[line["id"]]["predicted_ms"]
+            line["of_limit"] = bounds[line["id"]].memory / 1e6 / iterations[line["id"]]["predicted_ms"]
         if args.device != "a100":
             line.pop("ratio", None)
     return lines
@@ -147,8 +149,13 @@ def answer(
     every: list[dict],
     device: str = "a100",
     split: str = "auto",
+    *,
+    bounded: bool = False,
 ) -> dict:
-    """What `plan` or `compare` prints; an auto split is chosen by `split_from`, or from the first batches planned."""
+    """What `plan` or `compare` prints, and if `bounded` the `Limits` of each batch under the same arguments.
+
+    An auto split is chosen by `split_from`, or from the first batches planned.
+    """
     model, _, layout = setting.partition(":")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -157,9 +164,10 @@ def answer(
         is_chosen = split == "auto"
         words += split_from(folder / "split.json", model, longest, every) if is_chosen else ["--layer-split", split]
         done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment())
-    if done.returncode == 2:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout)
+        if done.returncode == 2:
+            sys.exit(done.stderr)
+        bounds = {"limits": limits.of_arguments(words[3:])} if bounded else {}
+    return json.loads(done.stdout) | bounds
 
 
 def split_from(path: Path, model: str, longest: int, every: list[dict]) -> list[str]:

@@ -8,8 +8,8 @@ batches, as in training. The others run the fastest for each batch of 1, 2 and 4
 equal layers and whole ones by work, every recompute mode and sizes of rows an eighth of the longest sample apart. A
 line per setting and length has the geometric mean of real tokens per second over each, and over the fastest of each
 batch the mean and the worst; then which share of the plan's time no plan of the same layers and stages could save
-(`split` of `choosing/limits.py`), and what the ratio would be then. With --labels the batches of sft_like alone, whose
-plans leave out what does not count; the others run all of it.
+(`split` of `benchmarks/planning/limits.py`), and what the ratio would be then. With --labels the batches of sft_like
+alone, whose plans leave out what does not count; the others run all of it.
 
 --output keeps the rows of earlier runs that are not asked for again, and draws them all: `rivals.json`, `rivals.md`,
 `rivals.png`. Without --settings it draws what is there.
@@ -59,7 +59,7 @@ def main() -> None:
             for length in args.lengths:
                 asked = {"model": setting.partition(":")[0].partition("-")[0], "max_seq_len": length, "tokens": 65_536}
                 chosen = [batch for batch in every if batch.items() >= asked.items()]
-                compared = answer("compare", setting, chosen, length, [], device)
+                compared = answer("compare", setting, chosen, length, [], device, bounded=True)
                 _add_dynamic_cp(compared, setting, chosen, device)
                 row = dict(zip(ABOUT, (device, setting, args.labels, length), strict=True)) | figures(compared)
                 print("| " + " | ".join(cells(row)) + " |", flush=True)
@@ -89,11 +89,11 @@ def _add_dynamic_cp(compared: dict[str, Any], setting: str, batches: list[dict[s
 def figures(compared: dict[str, Any]) -> dict[str, Any]:
     """A row of what `compare` printed: the plan's tokens per second over those of others, and what limits it."""
     both = []
-    for batch in compared["batches"]:
+    for batch, bounds in zip(compared["batches"], compared["limits"], strict=True):
         ms = {name: batch["methods"][name].get("ms") for name in ("dynapipe", *TRAINERS)}
         fastest = min((ms[name] for name in TRAINERS if ms[name]), default=None)
         if ms["dynapipe"] and fastest:
-            both.append((fastest, ms["dynapipe"], batch["methods"]["dynapipe"]["limits"]["split"]))
+            both.append((fastest, ms["dynapipe"], bounds.split / 1e6))
     mean = statistics.geometric_mean
     return {
         "batches": len(both),

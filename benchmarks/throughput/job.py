@@ -80,7 +80,7 @@ class Job:
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do what the driver asks: choose a layer split, or run a batch."""
         if command.get("split"):
-            from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split
+            from megatron_dynapipe.integration.entry.kept_splits import chosen_layer_split
 
             return {"layers_per_stage": list(chosen_layer_split(self._config, halves=command["halves"]))}
         return self._run(int(command["batch"]))

@@ -162,6 +162,14 @@ bool StageModules::costs_at(const std::vector<int64_t>& costs, size_t sizes, siz
         stored += counts_[kind] * at(kind, kStored);
         weight += counts_[kind] * at(kind, kWeight);
     }
+    if (correction_ != Correction{}) {
+        if (std::max({forward, backward, weight}) > kLargestCost) return false;
+        const auto corrected = [](int64_t ns, int64_t percent) { return (ns * percent + 50) / 100; };
+        const int64_t input = std::max<int64_t>(backward - weight, 0);
+        forward = corrected(forward, correction_.forward);
+        weight = corrected(weight, correction_.weight);
+        backward = corrected(input, correction_.input) + weight;
+    }
     stage[kForward] = forward;
     stage[kBackward] = backward;
     stage[kStored] = stored;

@@ -18,6 +18,15 @@ constexpr int kStageQuantities = kEntryStored;
 
 constexpr int64_t kMostModules = 131072;  // of a stage
 
+constexpr int64_t kMostPercent = 1000;
+
+// Percent of what its modules cost that a stage's passes take: forward, and the halves of its backward passes.
+struct Correction {
+    int64_t forward = 100, input = 100, weight = 100;
+
+    bool operator==(const Correction&) const = default;
+};
+
 // Values that lie elsewhere, and what keeps them alive.
 struct View {
     std::span<const int64_t> values;
@@ -96,7 +105,10 @@ class StageModules {
 public:
     StageModules(std::span<const int64_t> modules, size_t kinds);
 
-    bool operator==(const StageModules& other) const { return modules_ == other.modules_; }
+    bool operator==(const StageModules& other) const {
+        return modules_ == other.modules_ && correction_ == other.correction_;
+    }
+    void correct(const Correction& correction) { correction_ = correction; }
     bool holds(size_t kind) const { return counts_[kind] > 0; }
     bool begins_with(size_t kind) const { return !modules_.empty() && modules_[0] == static_cast<int64_t>(kind); }
 
@@ -123,6 +135,7 @@ private:
     std::vector<int64_t> modules_, counts_;
     std::vector<size_t> held_;  // kinds that are here
     std::vector<Last> last_;    // of each kind: earlier ones have less before them
+    Correction correction_;
 };
 
 // A model's modules, divided between stages at the cuts.

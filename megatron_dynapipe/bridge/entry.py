@@ -58,14 +58,14 @@ def planned(
     store_bind: str = "127.0.0.1",
     planner_cores: int = 1,
     ahead: int = 8,
+    correct: bool = True,
     timeout_s: float = 300.0,
     report_folder: str | Path = REPORT_FOLDER,
 ) -> Iterator[PlannedRecipe]:
     """Have Bridge's `pretrain` and `finetune` run planned iterations of a recipe for the length of a block.
 
     Args:
-        config: a `ConfigContainer` of a GPT or Hybrid model. While the block lasts, its dataset is the run's, gradients
-            are divided by the number of learned tokens (`calculate_per_token_loss`), and the recipe is as it was after.
+        config: a `ConfigContainer` of a GPT or Hybrid model; after the block it is as it was.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
         layers: "auto" chooses layers per stage and virtual stages, by plans; "recipe" keeps the recipe's.
@@ -77,6 +77,7 @@ def planned(
         store_bind: address at which its own store listens, for runs on several nodes.
         planner_cores: cores of each node that plan, an iteration each.
         ahead: iterations planned ahead of training.
+        correct: whether plans follow how long passes take on the run's devices.
         timeout_s: deadline of every wait.
         report_folder: where logs, and samples of recipes, go.
 
@@ -85,10 +86,8 @@ def planned(
         DataError: the dataset is missing, damaged, or of another tokenizer.
         UnsupportedMegatronError: this Megatron-Bridge lacks something that planned runs rely on.
     """
-    relied_on.check()
-    check_recipe(config)
     host = Recipe(
-        config,
+        checked(config),
         dataset=checked_dataset(config, dataset),
         costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
         chooses_layers=chooses(layers),
@@ -99,11 +98,19 @@ def planned(
         store_bind=store_bind,
         planner_cores=planner_cores,
         ahead=ahead,
+        correct=correct,
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
     with in_python(), PlannedRecipe(host) as run, planning(config, run):
         yield run
+
+
+def checked(config: Any) -> Any:
+    """A recipe that planned runs support, in a Megatron-Bridge that they can rely on; raises as `planned`."""
+    relied_on.check()
+    check_recipe(config)
+    return config
 
 
 @contextlib.contextmanager

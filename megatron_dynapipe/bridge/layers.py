@@ -19,8 +19,9 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel, LayerSplit, even_layer_split
 from megatron_dynapipe.costing.pattern import layer_split_of_pattern, megatron_layout, with_stages, without_stages
 from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves, modules_of_text
-from megatron_dynapipe.integration.flags.layer_split import first_batches, layers_of_config
+from megatron_dynapipe.integration.flags.layer_split import layers_of_config
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.service.first_batches import first_batches
 from megatron_dynapipe.service.settings import PlanInputs
 
 AUTO, RECIPE = "auto", "recipe"
@@ -82,7 +83,7 @@ def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
     settings = inputs.planner
     costs = inputs.costs.load()
     own = settings.layout.layers_per_stage
-    batches, epoch = first_batches(Path(inputs.data_folder), inputs.splits[0].sampler)
+    batches, epoch = first_batches(inputs)
     halves = not pattern_of(config)
     more = MORE_CHUNKS if settings.chunks == 1 else ()
     chosen = choose_layer_split(settings, costs, batches, to_fit=[epoch], halves=halves, chunks=more)

@@ -25,11 +25,11 @@ from megatron_dynapipe.costing import parse_layer_split
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.entry.preflight import long_samples
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, takes_mask
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.run.host import Host
 from megatron_dynapipe.integration.run.run import Items, Run
+from megatron_dynapipe.integration.supply.long_samples import long_samples
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples
@@ -72,6 +72,7 @@ class Recipe(Host):
         store_bind: str,
         planner_cores: int,
         ahead: int,
+        correct: bool,
         timeout_s: float,
         report_folder: Path,
     ) -> None:
@@ -94,6 +95,7 @@ class Recipe(Host):
         self.planners = machine.nodes()
         self.planner_cores: int | None = planner_cores
         self.ahead = ahead
+        self.corrects = correct
         self.timeout_s = timeout_s
         self.report_folder = report_folder
 

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.choosing.planners import planner_over, tables_of
 from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
-from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.batch import GlobalBatch, Samples
 from megatron_dynapipe.core.costs import ABSENT, Quantity
 from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.core.model import LayerSplit, ModuleSplit
@@ -29,7 +29,6 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.model import CostModel
 from megatron_dynapipe.costing.splits import even_layer_split
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 _logger = logging.getLogger(__name__)
 

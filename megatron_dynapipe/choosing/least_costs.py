@@ -19,8 +19,6 @@ from megatron_dynapipe.costing.pieces import prefix_costs
 
 INPUT, BOTH = len(Quantity), len(Quantity) + 1
 """After the quantities of the tables: of a backward pass what is not its second half; and forward and backward."""
-_TURNS = 12
-"""Of the line of `LeastCosts.intercept`; it is below all costs after each."""
 
 
 class LeastCosts:
@@ -67,7 +65,7 @@ class LeastCosts:
         """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`.
 
         A measured row's positions are `charged` to its samples by those of inputs and targets together, or of one.
-        `fixed` is what the micro-batch pays by itself, at most the least that any costs (`intercept`).
+        `fixed` is what the micro-batch pays by itself, at most the least that any costs.
         """
         costs = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets)
         costs = costs - np.asarray(fixed)[..., None]
@@ -79,35 +77,6 @@ class LeastCosts:
             by_position = self._row_by_position(quantity, most, charged, fixed)
             least = np.minimum(least, by_position * positions[:, None] + attention)
         return np.asarray(least)
-
-    def intercept(self, quantity: int, positions: float) -> Floats:
-        """What a micro-batch of any size costs by itself: `[kinds]`.
-
-        It is where the line that lies below all costs, and is the highest at so many positions, meets a micro-batch of
-        none. The line is turned until it touches costs on both sides.
-        """
-        sizes, costs = self._points(quantity)
-        shorter = sizes <= max(positions, sizes.min())
-        longer = sizes >= max(min(positions, sizes.max()), 1)
-        fixed = costs.min(axis=1)
-        for _ in range(_TURNS):
-            slope = ((costs[:, longer] - fixed[:, None]) / sizes[longer]).min(axis=1)
-            slope = np.where(np.isfinite(slope), slope, 0.0)
-            fixed = np.minimum(fixed, (costs[:, shorter] - slope[:, None] * sizes[shorter]).min(axis=1))
-        return np.maximum(fixed, 0.0)
-
-    def _points(self, quantity: int) -> tuple[Floats, Floats]:
-        """Positions of every measured micro-batch, and its costs apart from attention in rows: `[kinds, points]`."""
-        lengths = self.tables.inputs[:, None] + self.tables.targets
-        sizes = [self.tables.sizes[:, None, None] * lengths]
-        costs = [self.values[:, quantity]]
-        if (packed := self.packed) is not None:
-            sizes.append(packed.row_inputs[:, None] + packed.row_targets)
-            costs.append(self._linear(quantity))
-        return (
-            np.concatenate([np.asarray(of, np.float64).ravel() for of in sizes]),
-            np.concatenate([of.reshape(len(of), -1) for of in costs], axis=1),
-        )
 
     def _linear(self, quantity: int) -> Floats:
         """Costs of measured rows, apart from attention: `[kinds, row inputs, row targets]`."""
@@ -162,10 +131,6 @@ class LeastCosts:
         by_position = np.minimum.accumulate(pieces / ends[:, None] - half * ends[:, None], axis=0)
         least = half * inputs[:, None] ** 2 + inputs[:, None] * by_position[np.maximum(fitting, 0)]
         return np.asarray(np.where((fitting >= 0)[:, None], np.minimum(whole, least), whole))
-
-    def attending(self, quantity: Quantity, inputs: IntArray) -> Floats:
-        """The part of `pass_time` that pieces pay by pairs of positions, not by position: `[samples, kinds]`."""
-        return np.asarray(self._half_pairs(quantity) * inputs[:, None] ** 2)
 
     def _half_pairs(self, quantity: Quantity) -> Floats:
         """Half of what a pair of positions of one sample costs, as far as it grows with both: `[kinds]`."""

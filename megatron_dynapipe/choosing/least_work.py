@@ -1,28 +1,25 @@
-"""The least work of a batch's samples: what no plan of them can do with less, over all splits of the modules.
+"""The least work of a batch's samples, at which the search of plans of one stage ends.
 
-`choosing.limits` tells the ladder of bounds that this gives, and why memory bounds it.
+A sample's least work is its share of the micro-batch that runs it best, of any size, padded or packed, whole or in
+pieces, where these are allowed. Costs count as if they never fell with length (`choosing.least_costs`). A micro-batch
+has no more positions than all memory beside model states holds under the recompute modes that store the least.
+`benchmarks/planning/limits.py` has bounds of plans of several stages.
 """
 
-from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
-from megatron_dynapipe.choosing.least_costs import BOTH, INPUT, LeastCosts
+from megatron_dynapipe.choosing.least_costs import BOTH, LeastCosts
 from megatron_dynapipe.core.batch import Samples
-from megatron_dynapipe.core.costs import CostTables, Floats, Quantity
+from megatron_dynapipe.core.costs import CostTables, Floats, ModelState, Quantity
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import IntArray
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout
-from megatron_dynapipe.costing.state import ModelState
 from megatron_dynapipe.ways.pieces import can_cut
 
 MOST_LENGTHS = 400
 """Different samples that are told apart; of more, lengths are rounded down."""
-_UNKNOWN = 1e30
-"""Above any time and any memory: of a sample that does not fit in a mode."""
-
-
 PROVEN = 0.005
 """A plan that is so near what no plan can pass is not searched any further."""
 
@@ -51,7 +48,7 @@ def _least_costs(tables: tuple[CostTables, ...], batch_layouts: tuple[BatchLayou
 
 
 class LeastWork:
-    """Least times and bytes of a batch's samples in modules.
+    """Least times of a batch's samples in modules.
 
     Args:
         planner: model, layout, memory, costs, what is allowed.
@@ -64,13 +61,11 @@ class LeastWork:
         self.stages = planner.layout.stages
         self.replicas = s.data_parallel
         self.limit = s.memory_limit_bytes
-        self.divides = s.effective_split_backward != "off"
         self.inputs, self.targets, self.counts = _different(samples)
         self.cut = s.may_cut and can_cut(planner.problem(samples))
         packs = BatchLayout.PACKED in s.micro_batch_layouts
         self._derives = packs and any(tables.packed is None for tables in planner.tables)
         self._modes = _least_costs(planner.tables, s.micro_batch_layouts)
-        self.has_halves = all(tables.division is not None for tables in planner.tables)
         kinds = planner.tables[0].kinds
         self.modules = np.array([kinds.index(kind) for kind in self.layout.modules])
         self.state = np.zeros(len(self.modules) + 1)
@@ -81,92 +76,14 @@ class LeastWork:
         self._has_free_kind = samples.labels is not None
         if self._has_free_kind:  # the last MLP and the head, which run over labels alone, are left out
             self.modules[-2:] = len(kinds)
-        self.links = planner.links
-        self.sent_per_position = s.sent_per_position
         self.rounding = len(self.modules) * int(self.counts.sum()) / self.replicas  # of times to whole ns
 
-    @cached_property
-    def time(self) -> Floats:
-        """A sample's share of the time of a module of each kind, forward and backward: `[modes, samples, kinds]`."""
-        return self._times(np.inf)
+    def times(self, most: float = np.inf, *, fitting: bool = False) -> Floats:
+        """A sample's share of the time of a module of each kind, forward and backward: `[modes, samples, kinds]`.
 
-    @cached_property
-    def fitting_time(self) -> Floats:
-        """The same of micro-batches that fit the memory."""
-        return self._times(np.inf, fitting=True)
-
-    @cached_property
-    def stored(self) -> Floats:
-        """What a module of each kind stores of a sample: `[modes, samples, kinds]`."""
-        shares = [mode.share(Quantity.STORED, self.inputs, self.targets) for mode in self._modes]
-        return self._of_kinds(np.stack(shares))
-
-    @cached_property
-    def forward(self) -> Floats:
-        """Forward time of any micro-batch: `[kinds]`."""
-        return np.asarray(self._whole(Quantity.FORWARD).min(axis=0))
-
-    @cached_property
-    def backward(self) -> Floats:
-        """Input-gradient time of any micro-batch: `[kinds]`."""
-        return np.asarray(self._whole(INPUT).min(axis=0))
-
-    @cached_property
-    def round_trip(self) -> Floats:
-        """Forward and input-gradient time of a whole micro-batch that holds a sample: `[samples, kinds]`."""
-        times = self._whole(Quantity.FORWARD) + self._whole(INPUT)
-        return np.broadcast_to(times, (len(self.inputs), times.shape[1]))
-
-    def _whole(self, quantity: int) -> Floats:
-        """Of any micro-batch that holds a sample, or a piece of one: `[samples or 1, kinds]`.
-
-        Costs of a row that are derived from padded ones are those of its samples, by their parts of the row's
-        positions: of all positions, since rows are rounded up.
+        In micro-batches of at most so many positions, as `_most_positions` counts them, or that are `fitting` the
+        memory.
         """
-        shortest = (np.ones(1, np.int64), np.zeros(1, np.int64)) if self.cut else (self.inputs, self.targets)
-        least = np.stack([mode.whole(quantity, *shortest) for mode in self._modes]).min(axis=0)
-        if self._derives:
-            positions = np.maximum(shortest[0] + shortest[1], 1)[:, None]
-            least = least * positions / (positions + self.rounded_up)
-        return self._of_kinds(least)
-
-    def of_rows(self, positions: float) -> tuple[Floats, Floats, Floats]:
-        """Least forward, backward and whole time of any row, in shares of its samples and what it pays by itself.
-
-        A row takes at least the sum. What it pays is chosen so that the sum is highest for rows of so many positions.
-        Rows that are derived from padded costs pay it by positions over these rounded up.
-
-        Returns:
-            `[shares + 1, kinds]` each, of every sample and, where samples may be cut, of pairs of its positions: pieces
-            have either at different ratios. The last is what a row pays.
-        """
-        passes = (Quantity.FORWARD, Quantity.BACKWARD)
-        intercepts = (np.stack([mode.intercept(one, positions) for mode in self._modes]) for one in passes)
-        paid: list[Floats] = [of_modes.min(axis=0) for of_modes in intercepts]
-        shares = np.stack(
-            [
-                np.stack([self._shares(mode, one, limit, alone) for one, alone in zip(passes, paid, strict=True)])
-                for mode, limit in zip(self._modes, self._most, strict=True)
-            ]
-        )
-        least = (shares[:, 0].min(axis=0), shares[:, 1].min(axis=0), shares.sum(axis=1).min(axis=0))
-        of_row = (*paid, paid[0] + paid[1])
-        forward, backward, both = (
-            self._of_kinds(np.concatenate([of_samples, alone[None]]))
-            for of_samples, alone in zip(least, of_row, strict=True)
-        )
-        return forward, backward, both
-
-    def _shares(self, mode: LeastCosts, quantity: Quantity, most: float, paid: Floats) -> Floats:
-        """Shares of rows of at most so many positions under a mode, `paid` apart: `[shares, kinds]`."""
-        times = mode.pass_time(quantity, self.inputs, self.targets, cut=self.cut, most=most, fixed=paid)
-        if not self.cut:
-            return times
-        by_pair = np.minimum(mode.attending(quantity, self.inputs), times)
-        return np.concatenate([times - by_pair, by_pair])
-
-    def _times(self, most: float, *, fitting: bool = False) -> Floats:
-        """Times of samples in micro-batches of at most so many positions, as `_most_positions` counts them."""
         limits = self._most if fitting else [np.inf] * len(self._modes)
         times = [
             mode.times(self.inputs, self.targets, cut=self.cut, most=min(most, limit))
@@ -226,61 +143,9 @@ class LeastWork:
 
     def _part(self, most: float) -> float:
         """A replica's part of all work in rows of at most so many positions, which fit the memory."""
-        times = self._times(most + self.rounded_up, fitting=True)[:, :, self.modules].sum(axis=2).min(axis=0)
+        times = self.times(most + self.rounded_up, fitting=True)[:, :, self.modules].sum(axis=2).min(axis=0)
         total = float(times @ self.counts) / self.replicas - self.rounding
         return max(total, 0.0) if np.isfinite(total) else 0.0
-
-    def longest_way(self) -> int:
-        """The forward and input-gradient passes of a sample through all modules, one after another, of the longest."""
-        longest = float(self.round_trip[:, self.modules].sum(axis=1).max())
-        return int(max(longest - len(self.modules), 0)) if longest < _UNKNOWN else 0
-
-    def best_layer_split(self, times: Floats, prices: tuple[float, ...]) -> int:
-        """The least time of the busiest stage, with its fill before it, over all splits."""
-        count = len(self.modules)
-        step = 1 if self.has_halves else self.layout.model.modules_per_layer
-        ends = [*range(0, count - 1, step), count]  # the head stays with the last module
-        before, back = (
-            np.concatenate([[0.0], np.cumsum(times[self.modules])]) for times in (self.forward, self.backward)
-        )
-        if self.layout.chunks > 1:  # a device's chunks may be any modules; its first one has so many before it
-            fill = sum(before[ends[min(device, len(ends) - 1)]] for device in range(self.stages)) / self.stages
-            return self.everywhere(times) + int(fill)
-        bound = np.full((len(ends), len(ends)), np.inf)
-        for first, row in zip(
-            range(len(ends) - 1),
-            self._segments(times, ends, before, before * 0 if self.divides else back, prices),
-            strict=True,
-        ):
-            bound[first, first + 1 :] = row
-        np.fill_diagonal(bound, 0.0)  # a stage may be empty
-        best = bound[0]
-        for _ in range(self.stages - 1):
-            best = np.maximum(best[:, None], bound).min(axis=0)
-        return int(max(best[-1] - self.rounding, 0)) if best[-1] < _UNKNOWN else 0
-
-    def _segments(
-        self, times: Floats, ends: list[int], before: Floats, back: Floats, prices: tuple[float, ...]
-    ) -> Iterator[Floats]:
-        """For each first module in turn, the bounds of stages from there to every later end."""
-        one_hot = np.eye(self.time.shape[2])[self.modules]
-        upto = np.concatenate([np.zeros((1, one_hot.shape[1])), np.cumsum(one_hot, axis=0)])
-        state = self.state
-        times, held = (np.minimum(of, _UNKNOWN) for of in (times, self.stored))  # infinity · 0 modules is no number
-        for at, first in enumerate(ends[:-1]):
-            counts = upto[ends[at + 1 :]] - upto[first]  # [ends, kinds]
-            time = times @ counts.T
-            stored = held @ counts.T  # [modes, samples, ends]
-            rest = upto[-1] - upto[ends[at + 1 :]]
-            round_trips = self.round_trip @ rest.T
-            room = np.maximum(self.limit - (state[ends[at + 1 :]] - state[first]), 1.0)
-            around = before[first] + back[first]
-            bounds = [
-                (around + (time + (price / room) * stored * round_trips).min(axis=0).T @ self.counts / self.replicas)
-                / (1 + price)
-                for price in prices
-            ]
-            yield np.max(bounds, axis=0)
 
 
 def _different(samples: Samples) -> tuple[IntArray, IntArray, IntArray]:

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dynapipe.choosing.least_work import enough_ns
+from megatron_dynapipe.choosing.planner import planner_with
 from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, CostTables, IntArray
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing.experts import with_expert_parallel
-from megatron_dynapipe.costing.links import Links, links_between
 from megatron_dynapipe.costing.model import CostModel
 from megatron_dynapipe.costing.pattern import each_alone
 from megatron_dynapipe.costing.state import model_state_bytes
-from megatron_dynapipe.ways import ways_of
-from megatron_dynapipe.ways.rules import RULES
 
 
 def planner_of(settings: PlannerSettings, cost_model: CostModel) -> Planner:
@@ -39,16 +36,7 @@ def planner_of(settings: PlannerSettings, cost_model: CostModel) -> Planner:
 
 def planner_over(settings: PlannerSettings, tables: Sequence[CostTables], *, costs_digest: str) -> Planner:
     """The planner of a run whose modules cost what `tables` say; raises InfeasibleError as `planner_of` does."""
-    return Planner(
-        settings,
-        tables=tables,
-        links=links_of(settings),
-        model_state_bytes=model_state_of(settings, tables),
-        ways=ways_of(settings),
-        rules=RULES,
-        costs_digest=costs_digest,
-        enough_ns=enough_ns,
-    )
+    return planner_with(settings, tables, model_state_of(settings, tables), costs_digest=costs_digest)
 
 
 def model_state_of(settings: PlannerSettings, tables: Sequence[CostTables]) -> IntArray:
@@ -65,19 +53,6 @@ def model_state_of(settings: PlannerSettings, tables: Sequence[CostTables]) -> I
         for under_mode in tables
     ]
     return np.asarray(np.stack(states).max(axis=0), np.int64)
-
-
-def links_of(settings: PlannerSettings, virtual_stages: int | None = None) -> Links:
-    """The links between the virtual stages of the settings, or between so many."""
-    return links_between(
-        settings.network,
-        virtual_stages=settings.layout.virtual_stages if virtual_stages is None else virtual_stages,
-        stages=settings.pipeline_parallel,
-        ranks_per_stage=settings.data_parallel * settings.tensor_parallel,
-        tensor_parallel=settings.tensor_parallel,
-        sequence_parallel=settings.sequence_parallel,
-        scatter_gather=settings.scatter_gather,
-    )
 
 
 def tables_of(settings: PlannerSettings, cost_model: CostModel) -> tuple[CostTables, ...]:

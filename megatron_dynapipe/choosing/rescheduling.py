@@ -10,19 +10,18 @@ from functools import cache
 
 import numpy as np
 
-from megatron_dynapipe.choosing.planners import links_of
-from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.choosing.planner import links_of
+from megatron_dynapipe.core.batch import GlobalBatch, Samples
 from megatron_dynapipe.core.costs import ABSENT, CostTables, Quantity
 from megatron_dynapipe.core.model import ModuleSplit, PipelineLayout
 from megatron_dynapipe.core.native import core
+from megatron_dynapipe.core.network import Links
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import IntArray, native_links
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
-from megatron_dynapipe.costing.links import Links
 from megatron_dynapipe.costing.state import model_state_bytes
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 
 _MEMORY = np.array([1.0, 1.05, 1.1, 1.2, 1.4, 2.0])
 """Of what there is, tried in turn: a plan of its own would recompute more, or run smaller micro-batches."""

@@ -142,7 +142,6 @@ def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
         lines.append(_TABLE.format(*cells))
     if len(lines) == 2:
         return f"{name}: no plan under any method: {next(iter(reasons))}"
-    lines += [f"  {method}: {row['of_limits']}" for method, row in methods.items() if row.get("of_limits")]
     return "\n".join([*lines, *(f"  no plan under {', '.join(who)}: {why}" for why, who in reasons.items())])
 
 

@@ -17,10 +17,17 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, target_positions
 from megatron_dynapipe.costing import Experts, ModelShape, family_of_flags
 from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Adapters, Kind
-from megatron_dynapipe.costing.hugging_face import family_of, megatron_flags, obstacle_in, required_size, size
+from megatron_dynapipe.costing.hugging_face import (
+    family_of,
+    hugging_face_fields,
+    megatron_flags,
+    obstacle_in,
+    required_size,
+    size,
+)
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.costing.recipe import measured_flags, model_of, recipe_flags
-from megatron_dynapipe.costing.shape import hugging_face_fields, megatron_arguments, megatron_fields
+from megatron_dynapipe.costing.shape import megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags.planning_flags import positive
 

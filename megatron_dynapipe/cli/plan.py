@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.least_work import LeastWork, has_one_stage
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
@@ -20,12 +20,13 @@ from megatron_dynapipe.cli.planning_arguments import (
     describe_cluster,
     exported,
 )
+from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import DataError, PlanningError
 from megatron_dynapipe.core.instructions import Pass, format_instruction
 from megatron_dynapipe.core.memory import peak_bytes
 from megatron_dynapipe.core.plan import MUCH_IDLE, IterationPlan, MicroBatch, idle_share
 from megatron_dynapipe.core.planner import Planner
-from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, BatchLayout
 from megatron_dynapipe.outputs import check_replaceable, write_file
 from megatron_dynapipe.store.codec import digest, encode, is_plan
 from megatron_dynapipe.ways.chains import cut_entries
@@ -88,7 +89,6 @@ def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[
     seconds["total"] = time.perf_counter() - start
     processor_seconds = time.process_time() - processor_start
     totals = plan.totals
-    bounds = limits(planner, global_batch, plan)
     return _entry(batch, seconds) | {
         "planning_processor_seconds": processor_seconds,
         "predicted_ms": totals.predicted_ns / 1e6,
@@ -96,10 +96,23 @@ def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[
         "shapes": len(plan.shapes),
         "digest": digest(plan),
         **({} if planner.samples(global_batch).labels is None else {"head": "labels"}),
-        "limits": bounds.milliseconds(),
-        "of_limits": bounds.causes(totals.predicted_ns),
+        "limits": _limits(planner, planner.samples(global_batch), plan),
         "replicas": _replicas(plan, planner.layout.layers_per_stage),
     }, plan
+
+
+def _limits(planner: Planner, samples: Samples, plan: IterationPlan) -> dict[str, float]:
+    """Times in ms that no plan of the batch is faster than; "micro_batches": none of the plan's own.
+
+    "stages" is no more than the work of all "devices" (`benchmarks/planning/limits.py` has what filling them takes).
+    """
+    work = LeastWork(planner, samples)
+    devices = work.everywhere(work.times())
+    fitting = work.on_one_stage() if has_one_stage(planner) else work.everywhere(work.times(fitting=True))
+    memory = max(devices, fitting)
+    busy = (sum(e.end_ns - e.start_ns for e in s.predicted) for replica in plan.replicas for s in replica.stages)
+    ladder = {"devices": devices, "stages": devices, "memory": memory, "micro_batches": max(memory, *busy)}
+    return {name: bound / NS_PER_MS for name, bound in ladder.items()}
 
 
 def _hint_of_splits(layer_split: "str | tuple[float, ...]", idle: list[float]) -> None:
@@ -123,7 +136,6 @@ def _entry(batch: NamedBatch, seconds: dict[str, float]) -> dict[str, Any]:
         "shapes": None,
         "digest": None,
         "limits": None,
-        "of_limits": None,
         "error": None,
         "replicas": [],
     }
@@ -168,5 +180,4 @@ def _line(entry: dict[str, Any]) -> str:
     return (
         f"{entry['id']}: {entry['predicted_ms']:.1f} ms in {micro_batches} micro-batches ({entry['shapes']} shapes), "
         f"padding efficiency {entry['padding_efficiency']:.1%}, peak {peak:.0f} MB, planned in {seconds * 1e3:.1f} ms"
-        f"\n  {entry['of_limits']}"
     )

@@ -24,7 +24,7 @@ from megatron_dynapipe.cli.run_file import SIZES, take_run_file
 from megatron_dynapipe.config import Cluster, read_cluster
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES, Link
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, BatchLayout, ModelFamily, Recompute
@@ -41,7 +41,6 @@ from megatron_dynapipe.costing import (
 )
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
-from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.pattern import check_stages, layer_split_of_pattern
 from megatron_dynapipe.integration.flags.planning_flags import (
     AUTO,

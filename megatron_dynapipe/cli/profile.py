@@ -9,7 +9,7 @@ from megatron_dynapipe import config, cpu
 from megatron_dynapipe.cli.model_config import adapters_of, add_adapter_arguments, measured_words
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing.format import is_cost_file
+from megatron_dynapipe.costing.document import is_cost_file
 from megatron_dynapipe.integration.flags.planning_flags import MOST, above_zero, number, positive
 from megatron_dynapipe.outputs import check_replaceable, is_first_rank
 

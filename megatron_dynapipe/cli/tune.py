@@ -110,23 +110,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if best.predicted_ms is not None else 1
 
 
-class _Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run whose layout is chosen at its start: what its plans are made from on one rank, and the layouts to try."""
-
-    inputs: PlanInputs
-    space: Space
-
-
 def _of_run(args: argparse.Namespace) -> int:
-    """Print the best layouts of a run's own first batches."""
+    """Print the best layouts of a run, by what its plans are made from on one rank: a file of that and of the space."""
     try:
-        run = msgspec.json.decode(args.of_run.read_bytes(), type=_Run)
+        inputs, space = msgspec.json.decode(args.of_run.read_bytes(), type=tuple[PlanInputs, Space])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{args.of_run} is no file of a run: {error}") from error
-    inputs = run.inputs
     sampler = split_sampler(Path(inputs.data_folder), inputs.splits[0])
     batches = [sampler.batch(at) for at in range(min(args.limit, sampler.batches.count or args.limit))]
-    tuning = tune(inputs.planner, inputs.costs.load(), batches, run.space, top=args.top)
+    tuning = tune(inputs.planner, inputs.costs.load(), batches, space, top=args.top)
     print_json({"format": FORMAT, "layouts": tuning.layouts})
     return 0 if tuning.layouts[0].predicted_ms is not None else 1
 
@@ -308,7 +300,7 @@ def _gain(tuning: Tuning, args: argparse.Namespace) -> list[str]:
     if not (lines := gain_of(tuning, NAMES)):
         return []
     best = tuning.layouts[0]
-    lines.append(f"why: {best.of_limits} (the best plan, of the first batch)")
+    lines.append(f"why: stages run passes {1 - (best.idle or 0.0):.0%} of the best plan's time")
     learned_all = args.data is not None and not trains_in_bridge(args) and not args.model.is_encoder_decoder
     batches = chosen_batches(args)
     if not learned_all or any(batch.labels is not None for batch in batches) or tuning.gain is None:

@@ -53,6 +53,7 @@ class BatchProblem:
         extras: _Ints,
         labels: _Ints,
         labelled: _Ints,
+        corrections: _Ints,
         division: int,
         enough: int,
     ) -> None: ...

@@ -10,19 +10,16 @@ All planning costs are read from such a grid by integer multilinear interpolatio
 core, with the same rounding; so a plan is the same on every machine and no search step calls back into a model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import CostModelError
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.costing.division import Division
-    from megatron_dynapipe.costing.state import ModelState
 
 IntArray = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -49,6 +46,17 @@ DECODER_ATTENTION: Kind = "decoder attention"
 DECODER_MLP: Kind = "decoder mlp"
 HEAD: Kind = "head"
 """The output head and the loss together, once per model."""
+
+LARGEST_RATE = 2**30
+PEAK_UNIT = 64
+"""Integers of `Peak` in a byte, but for `once`."""
+WEIGHT_UNIT = 1024
+"""Integers of `WeightTime` in a ns, but for the first."""
+_Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
+_Once = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
+LayerKind = Literal["encoder", "decoder", "expert"]
+"""The kind of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
+LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
 
 class Quantity(IntEnum):
@@ -101,6 +109,109 @@ class PackedTables:
     prefix: IntArray | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndState:
+    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
+
+    Attributes:
+        tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
+        positions: of learned positions, on every stage with word embeddings.
+        encoder_tables, decoder_tables: of relative biases, on every stage with such layers.
+        norm: after the last layer of each stack.
+        head_biases: of the head.
+    """
+
+    tied: bool
+    positions: int = 0
+    encoder_tables: int = 0
+    decoder_tables: int = 0
+    norm: int = 0
+    head_biases: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """Parameter bytes (2 bytes each) on one tensor-parallel rank.
+
+    Attributes:
+        modules: of one module of each kind but the head; of attention is all of a layer where it is not known how a
+            layer's are divided.
+        embedding_bytes: of the word embeddings.
+        expert_bytes: of the experts in a module that has them, part of it.
+        expert_parallel: ranks that share them; `expert_bytes` are those of one.
+        ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
+            embeddings alone.
+        gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
+            published rule counts 2.
+        trained: those of `modules` that have gradients and states of the optimizer, where all others are frozen; None
+            where nothing is.
+    """
+
+    modules: Mapping[Kind, int]
+    embedding_bytes: int
+    ends: EndState | None = None
+    gradient_bytes: int = 2
+    expert_bytes: int = 0
+    expert_parallel: int = 1
+    trained: Mapping[Kind, int] | None = None
+
+    @property
+    def expert_kind(self) -> Kind | None:
+        """The modules that hold experts, if there are any."""
+        if not self.expert_bytes:
+            return None
+        return EXPERT_MLP if EXPERT_MLP in self.modules else MLP
+
+
+class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """In any unit: only their proportion counts. `linear` and `mlp` by position, `inner` by position and key, `memory`
+    by position of the encoder's output."""
+
+    linear: _Rate
+    inner: _Rate
+    mlp: _Rate
+    memory: _Rate = 0
+
+
+class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """High-water mark of half a layer: bytes that it takes once, such as a weight's gradient, and in bytes /
+    `PEAK_UNIT` `linear` by position, `inner` by position and key, `memory` by position of the encoder's output."""
+
+    once: _Once
+    linear: _Once
+    inner: _Once
+    memory: _Once = 0
+
+
+WeightTime = tuple[_Once, _Once, _Once]
+"""Time of a layer's weight gradients: ns once, and in ns / `WEIGHT_UNIT` by position, and by position of the encoder's
+output."""
+
+
+class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The division of one kind of layer under one recompute mode.
+
+    Attributes:
+        forward, backward: of times.
+        stored: of activations: by the first attention stores its part of what the layer does, by the second the MLP.
+        peak: of attention, and of the MLP; neither is above the layer's, which counts for both where this is None.
+        parameters: of attention and of the MLP, in any unit.
+        weights: time of weight gradients; None where it was not measured: the forward time of attention's linears and
+            MLP, which multiply as often.
+    """
+
+    forward: Rates
+    backward: Rates
+    stored: tuple[Rates, Rates]
+    peak: tuple[Peak, Peak] | None = None
+    parameters: tuple[_Rate, _Rate]
+    weights: WeightTime | None = None
+
+    def __post_init__(self) -> None:
+        if not any(self.parameters):
+            raise ValueError("expected parameters of attention or of the MLP above 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTables:
     """Modules' costs under one tensor parallelism and recompute mode.
@@ -128,13 +239,13 @@ class CostTables:
     inputs: IntArray
     targets: IntArray
     values: IntArray
-    state: "ModelState"
+    state: ModelState
     separate: IntArray | None = None
     packed: "PackedTables | None" = None
     peak_covers_backward: bool = False
     key_value_channels: int = 0
     exchange_bytes: int = 0
-    division: "Division | None" = None
+    division: Division | None = None
 
     def __post_init__(self) -> None:
         for name in ("sizes", "inputs", "targets"):

@@ -5,19 +5,22 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.core.batch import Samples, explain_infeasible, fits_alone
+from megatron_dynapipe.core.batch import GlobalBatch, Samples, explain_infeasible, fits_alone
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE, CostTables
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
+from megatron_dynapipe.core.lowering import PipelineTopology, lower
+from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.native import fast_verify
-from megatron_dynapipe.core.network import TransferRules
-from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.network import Links, TransferRules
+from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
 from megatron_dynapipe.core.problem import BatchProblem, BoolArray, IntArray
 from megatron_dynapipe.core.scheduling import ScheduledBatch
 from megatron_dynapipe.core.search import notice
@@ -25,17 +28,6 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import in_mb
 from megatron_dynapipe.core.verify import PlanRules, verify
 from megatron_dynapipe.core.ways import Way, best
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.costing.links import Links
-    from megatron_dynapipe.sampling.global_batch import GlobalBatch
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from megatron_dynapipe.core.lowering import PipelineTopology, lower
-from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
-from megatron_dynapipe.core.plan import MicroBatch, ReplicaPlan, StagePlan
 
 
 class Planner:
@@ -60,7 +52,7 @@ class Planner:
         settings: PlannerSettings,
         *,
         tables: Sequence[CostTables],
-        links: "Links",
+        links: Links,
         model_state_bytes: IntArray,
         ways: Sequence[Sequence[Way]],
         rules: PlanRules,
@@ -103,7 +95,7 @@ class Planner:
             enough_ns=self._enough_ns,
         )
 
-    def plan(self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False) -> IterationPlan:
+    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
 
         Args:
@@ -118,7 +110,7 @@ class Planner:
         return self.plan_timed(batch, iteration, forward_only=forward_only)[0]
 
     def plan_timed(
-        self, batch: "GlobalBatch", iteration: int, *, forward_only: bool = False
+        self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False
     ) -> tuple[IterationPlan, dict[str, float]]:
         """`plan`, with the seconds spent in "ordering", "partition", "schedule", "lowering" and "verify"."""
         seconds: dict[str, float] = {}
@@ -150,7 +142,7 @@ class Planner:
         return plan, seconds
 
     def scheduled(
-        self, batch: "GlobalBatch", *, forward_only: bool, seconds: dict[str, float]
+        self, batch: GlobalBatch, *, forward_only: bool, seconds: dict[str, float]
     ) -> tuple[Samples, ScheduledBatch]:
         """What micro-batches hold, whole samples or pieces, and these with the order of their passes; times `seconds`.
 
@@ -177,7 +169,7 @@ class Planner:
                     notice(candidate.missed)
         raise explain_infeasible(samples, problem)
 
-    def samples(self, batch: "GlobalBatch") -> Samples:
+    def samples(self, batch: GlobalBatch) -> Samples:
         """The batch's lengths in padded positions.
 
         Raises:
@@ -220,6 +212,7 @@ class Planner:
             peak_covers_backward=self._peak_covers_backward,
             transfers=s.transfers,
             split_backward="off" if forward_only else s.effective_split_backward,
+            corrections=s.corrections,
         )
 
     def in_flight_options(self) -> IntArray:

@@ -9,7 +9,7 @@ Virtual stage v of a pipeline of n stages is chunk v // n of stage v % n; withou
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,8 @@ from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.instructions import PASS_TYPES, Pass
 from megatron_dynapipe.core.model import PipelineLayout
 from megatron_dynapipe.core.native import agree, core
-from megatron_dynapipe.core.network import GLOO_RULES, TransferRules
+from megatron_dynapipe.core.network import GLOO_RULES, Links, TransferRules
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Shape, round_up
-
-if TYPE_CHECKING:
-    from megatron_dynapipe.costing.links import Links
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -86,7 +83,7 @@ def native_rules(rules: TransferRules) -> dict[str, Any]:
     return {"receive_ahead": ahead, "ordered_starts": rules.ordered_starts}
 
 
-def native_links(layout: PipelineLayout, links: "Links", sent: int, held: int) -> dict[str, Any]:
+def native_links(layout: PipelineLayout, links: Links, sent: int, held: int) -> dict[str, Any]:
     """Messages between stages as the native core takes them; `sent` and `held` are bytes of one position."""
     return {
         "bytes_per_position": sent,
@@ -128,6 +125,7 @@ class BatchProblem:
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
         enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
+        corrections: as in `PlannerSettings`.
     """
 
     inputs: IntArray
@@ -141,7 +139,7 @@ class BatchProblem:
     memory_limit_bytes: int
     in_flight: IntArray
     replicas: int
-    links: "Links"
+    links: Links
     bytes_per_position: int
     held_per_position: int
     forward_only: bool = False
@@ -154,6 +152,7 @@ class BatchProblem:
     label_experts: bool = False
     every_quantity: bool = False
     enough_ns: int = 0
+    corrections: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -185,6 +184,7 @@ class BatchProblem:
                 modules=modules,
                 labels=labels,
                 labelled=labelled,
+                corrections=np.array(self.corrections, np.int64).ravel(),
                 cuts=layout.cuts,
                 every_quantity=self.every_quantity,
                 even_two=bool(layout.model.decoder or layout.model.layers_with_experts),

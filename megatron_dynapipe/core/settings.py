@@ -18,6 +18,7 @@ IMBALANCE = 1.25
 single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Percent = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 
 
 def check_fields(record: msgspec.Struct) -> None:
@@ -61,6 +62,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
             is faster, never, or all that can be.
+        corrections: percent of what costs say that each virtual stage's forward passes take, and both halves of its
+            backward ones; empty where costs stand as they are.
     """
 
     model: Model
@@ -88,6 +91,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replicas_in_step: _AtLeastOne = 1
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
+    corrections: tuple[tuple[Percent, Percent, Percent], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -125,6 +129,11 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
                 f" got {len(self.model_state_bytes)}"
+            )
+        if self.corrections and len(self.corrections) != self.pipeline_parallel * self.chunks:
+            raise ConfigError(
+                f"expected corrections of {self.pipeline_parallel * self.chunks} virtual stages,"
+                f" got {len(self.corrections)}"
             )
         if self.layout.stages != self.pipeline_parallel:
             raise ConfigError(

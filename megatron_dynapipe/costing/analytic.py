@@ -22,16 +22,17 @@ from megatron_dynapipe.core.costs import (
     LARGEST_COORDINATE,
     PREFIX_QUANTITIES,
     CostTables,
+    Division,
     Floats,
     IntArray,
+    LayerKind,
     PackedTables,
     Quantity,
 )
 from megatron_dynapipe.core.errors import CostModelError
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing.counted import divisions_of
-from megatron_dynapipe.costing.division import Division, LayerKind
-from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.costing.modules import Dividing, Layers, Part, kinds_of
 from megatron_dynapipe.costing.shape import ModelShape
 from megatron_dynapipe.costing.state import state_of

@@ -9,10 +9,6 @@ from megatron_dynapipe.costing.surface import Floats, cross_validate
 
 TIMES = "time_ms"
 """The quantity of a file's tables that is no memory."""
-PROCESSOR_SHARE, REPEATS_SPREAD = "processor_share", "repeats_spread"
-"""Names under which a file's provenance says how quiet the machine was."""
-QUIET_SHARE, QUIET_SPREAD = 0.7, 0.25
-"""A machine is busy where passes have less of a processor, or half of their repeats lie further apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +47,3 @@ def as_arrays(points: Points) -> tuple[Floats, Floats]:
     """(shapes [n, dimensions], values [n]) in order of the shapes, without costs of 0: no ratio to them exists."""
     rows = sorted((point, value) for point, value in points.items() if value > 0)
     return np.array([point for point, _ in rows], float), np.array([value for _, value in rows], float)
-
-
-def noise(file: CostFile) -> str | None:
-    """How busy the machine was with other work while a file was measured; None where it was quiet, or is not known."""
-    share, spread = (file.provenance.get(name) for name in (PROCESSOR_SHARE, REPEATS_SPREAD))
-    if isinstance(share, float) and share < QUIET_SHARE:
-        return f"its passes had a processor for {share:.0%} of the time"
-    if isinstance(spread, float) and spread > QUIET_SPREAD:
-        return f"repeats of a pass are {spread:.0%} apart"
-    return None

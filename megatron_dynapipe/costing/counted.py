@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from megatron_dynapipe.core.costs import Division, LayerKind, Rates
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.division import Division, LayerKind, Rates, shares_by_flops, smallest
+from megatron_dynapipe.costing.division import shares_by_flops, smallest
 from megatron_dynapipe.costing.shape import ModelShape
 from megatron_dynapipe.costing.work import LayerWork
 

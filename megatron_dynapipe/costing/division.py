@@ -16,83 +16,17 @@ own proportion of what the layer stores; their peaks are at different times, and
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
 
-import msgspec
-
+from megatron_dynapipe.core.costs import Division, LayerKind, Rates
 from megatron_dynapipe.core.units import Recompute
-
-LARGEST_RATE = 2**30
-PEAK_UNIT = 64
-"""Integers of `Peak` in a byte, but for `once`."""
-WEIGHT_UNIT = 1024
-"""Integers of `WeightTime` in a ns, but for `once`."""
-_Rate = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_RATE)]
-_Once = Annotated[int, msgspec.Meta(ge=0, le=2**42)]
-LayerKind = Literal["encoder", "decoder", "expert"]
-"""The kind of a layer; a decoder-only model's are encoder layers, and expert layers where only some have experts."""
-LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 
 _STORED = (13, 21)
 """Activations that attention keeps and that the MLP does, without attention's inside: of Megatron's layer, 11 s b h and
 its dropout's mask and norm to 19 s b h and its norm (Korthikanti et al., 2022)."""
 
 
-class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """In any unit: only their proportion counts. `linear` and `mlp` by position, `inner` by position and key, `memory`
-    by position of the encoder's output."""
-
-    linear: _Rate
-    inner: _Rate
-    mlp: _Rate
-    memory: _Rate = 0
-
-
-class Peak(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """High-water mark of half a layer: bytes that it takes once, such as a weight's gradient, and in bytes /
-    `PEAK_UNIT` `linear` by position, `inner` by position and key, `memory` by position of the encoder's output."""
-
-    once: _Once
-    linear: _Once
-    inner: _Once
-    memory: _Once = 0
-
-
-class WeightTime(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Time of a layer's weight gradients: ns that it takes `once`, and in ns / `WEIGHT_UNIT` `linear` by position,
-    `memory` by position of the encoder's output."""
-
-    once: _Once
-    linear: _Once
-    memory: _Once = 0
-
-
 AS_THE_LAYER = (Rates(1, 0, 0, 0), Rates(0, 0, 1, 0))
 """Each half stores all that the layer does."""
-
-
-class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The division of one kind of layer under one recompute mode.
-
-    Attributes:
-        forward, backward: of times.
-        stored: of activations: by the first attention stores its part of what the layer does, by the second the MLP.
-        peak: of attention, and of the MLP; neither is above the layer's, which counts for both where this is None.
-        parameters: of attention and of the MLP, in any unit.
-        weights: time of weight gradients; None where it was not measured: the forward time of attention's linears and
-            MLP, which multiply as often.
-    """
-
-    forward: Rates
-    backward: Rates
-    stored: tuple[Rates, Rates]
-    peak: tuple[Peak, Peak] | None = None
-    parameters: tuple[_Rate, _Rate]
-    weights: WeightTime | None = None
-
-    def __post_init__(self) -> None:
-        if not any(self.parameters):
-            raise ValueError("expected parameters of attention or of the MLP above 0")
 
 
 def shares_by_flops(

@@ -14,7 +14,10 @@ from megatron_dynapipe.core.costs import (
     PREFIX_QUANTITIES,
     PREFIX_UNIT,
     CostTables,
+    Division,
     IntArray,
+    LayerKind,
+    ModelState,
     PackedTables,
     Quantity,
     increasing,
@@ -22,7 +25,6 @@ from megatron_dynapipe.core.costs import (
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import BYTES_PER_MB, Recompute
 from megatron_dynapipe.costing.adapters import Adapters, described
-from megatron_dynapipe.costing.division import Division, LayerKind
 from megatron_dynapipe.costing.format import (
     PARTS,
     CostEntry,
@@ -39,7 +41,6 @@ from megatron_dynapipe.costing.format import (
 )
 from megatron_dynapipe.costing.modules import Dividing, Part, kinds_of, parameter_bytes
 from megatron_dynapipe.costing.shape import Experts
-from megatron_dynapipe.costing.state import ModelState
 
 
 class TableCostModel:

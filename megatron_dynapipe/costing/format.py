@@ -7,43 +7,34 @@ under `provenance`; the published files have neither.
 """
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-from megatron_dynapipe.core.costs import LARGEST_COST, Quantity
+from megatron_dynapipe.core.costs import LARGEST_COST, LAYER_KINDS, Division, LayerKind, Quantity
 from megatron_dynapipe.core.errors import CostModelError
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, ModelFamily, Recompute
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind, shares_by_flops
-from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.costing.division import shares_by_flops
+from megatron_dynapipe.costing.document import FORMAT, MOST, Size, Table
 from megatron_dynapipe.costing.modules import Part
 from megatron_dynapipe.costing.shape import Experts
 from megatron_dynapipe.files import read_unpacked
 
-FORMAT = "dynapipe-cost-model/1"
+PROCESSOR_SHARE, REPEATS_SPREAD = "processor_share", "repeats_spread"
+"""Names under which a file's provenance says how quiet the machine was."""
+QUIET_SHARE, QUIET_SPREAD = 0.7, 0.25
+"""A machine is busy where passes have less of a processor, or half of their repeats lie further apart."""
 PACKED_FORMAT = "dynapipe-cost-model/2"
 """The format of files with costs of packed rows; without them a file is of the first format."""
 
-UNITS = {
-    "time": "ms for one layer (postprocess: once per model), one micro-batch, one tensor-parallel rank",
-    "memory": "MB = 1e6 bytes",
-    "lengths": "positions",
-    "size": "samples",
-}
-
-_MOST = 2**31 - 1
-"""The most of sizes, lengths, parallel sizes, megabytes of parameters, microseconds: more overflows sums in 64 bits."""
-
-_Size = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
-Table = dict[str, list[tuple[_Size, float]]]
 Points = dict[tuple[int, ...], float]
 """{(size, *lengths): value}."""
 
-_NonNegative = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
+_NonNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 _WHOLE: tuple[Part, ...] = (*LAYER_KINDS, "postprocess")
 _STORED: tuple[Part, ...] = (*_WHOLE, "encoder_output")
@@ -98,14 +89,14 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     alone.
     """
 
-    tp: _Size
+    tp: Size
     recompute: Recompute
     model_state_mb: dict[Literal["embedding", "encoder", "decoder", "expert", "experts"], _NonNegative]
     time_ms: dict[str, Table]
     stored_activation_mb: dict[str, Table]
     peak_activation_mb: dict[str, Table]
     trained_state_mb: dict[LayerKind, _NonNegative] = {}
-    expert_parallel: _Size = 1
+    expert_parallel: Size = 1
     measured: Tables | None = None
     packed: PackedEntry | None = None
     division: dict[LayerKind, Division] = {}
@@ -206,11 +197,6 @@ def read_file(path: Path) -> tuple[CostFile, bytes]:
             f"cannot read the cost model {path}: {error.strerror}", hint="`megatron-dynapipe profile` makes one"
         ) from error
     return decode_file(data, origin=str(path)), data
-
-
-def is_cost_file(head: bytes) -> bool:
-    """Whether bytes begin as those of a cost model file do, of whatever version."""
-    return re.match(rb'\s*\{\s*"format"\s*:\s*"dynapipe-cost-model/', head) is not None
 
 
 def decode_file(data: bytes, *, origin: str) -> CostFile:
@@ -341,7 +327,7 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
             point = tuple(int(part) for part in key.split(","))
         except ValueError:
             point = ()
-        if len(point) != lengths or not 1 <= min(point) <= max(point) <= _MOST:
+        if len(point) != lengths or not 1 <= min(point) <= max(point) <= MOST:
             raise CostModelError(f"{where}: expected keys of {lengths} positive length(s), got {key[:40]!r}")
         for size, value in rows:
             if not (math.isfinite(value) and 0 <= value * NS_PER_MS <= LARGEST_COST):
@@ -353,3 +339,13 @@ def _read_table(table: Table, lengths: int, where: str) -> Points:
     if not points:
         raise CostModelError(f"{where}: the table is empty")
     return points
+
+
+def noise(file: CostFile) -> str | None:
+    """How busy the machine was with other work while a file was measured; None where it was quiet, or is not known."""
+    share, spread = (file.provenance.get(name) for name in (PROCESSOR_SHARE, REPEATS_SPREAD))
+    if isinstance(share, float) and share < QUIET_SHARE:
+        return f"its passes had a processor for {share:.0%} of the time"
+    if isinstance(spread, float) and spread > QUIET_SPREAD:
+        return f"repeats of a pass are {spread:.0%} apart"
+    return None

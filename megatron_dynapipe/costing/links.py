@@ -1,52 +1,10 @@
 """The time that it takes to hand a micro-batch from one pipeline stage to the next."""
 
-from dataclasses import dataclass
-from typing import Annotated
-
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.core.costs import Floats, IntArray
-from megatron_dynapipe.core.network import Network, ScatterGather
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A measured kind of link between ranks: a message takes its latency and its size over the bandwidth."""
-
-    latency_us: Annotated[float, msgspec.Meta(ge=0, le=2**31 - 1)]
-    gbps: Annotated[float, msgspec.Meta(gt=0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Links:
-    """The routes by which a message can cross each boundary between virtual stages; it takes the fastest.
-
-    Attributes:
-        latency_ns, gbps: latency, and bits of the whole message per ns: float64[routes, virtual stages - 1].
-        sharded: per route, whether the message is sharded over the tensor-parallel ranks.
-    """
-
-    latency_ns: Floats
-    gbps: Floats
-    sharded: tuple[bool, ...]
-
-    def transfer_ns(self, message_bytes: IntArray) -> IntArray:
-        """Time of messages over every boundary, either way: `[queries, virtual stages - 1]`, as the bytes given."""
-        routes_ns = np.rint(self.latency_ns + message_bytes[:, None] * 8 / self.gbps)
-        return np.asarray(routes_ns.min(axis=1), np.int64)
-
-    def is_sharded(self, boundary: int, message_bytes: int) -> bool:
-        """Whether a message crosses a boundary sharded; whole, where both routes take as long.
-
-        Args:
-            boundary: that of the virtual stages `boundary` and `boundary + 1`.
-            message_bytes: of all its tensors together, whole.
-        """
-        if len(self.sharded) == 1:
-            return self.sharded[0]
-        routes_ns = np.rint(self.latency_ns[:, boundary] + message_bytes * 8 / self.gbps[:, boundary])
-        return self.sharded[int(routes_ns.argmin())]
+from megatron_dynapipe.core.costs import Floats
+from megatron_dynapipe.core.network import Links, Network, ScatterGather
 
 
 def links_between(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from megatron_dynapipe.core.costs import CostTables
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing.links import Link
 
 
 class CostModel(Protocol):

@@ -28,12 +28,17 @@ from megatron_dynapipe.core.costs import (
     EXPERT_MLP,
     HEAD,
     MLP,
+    PEAK_UNIT,
+    WEIGHT_UNIT,
+    Division,
     Floats,
     IntArray,
     Kind,
+    LayerKind,
+    Peak,
     Quantity,
+    Rates,
 )
-from megatron_dynapipe.costing.division import PEAK_UNIT, WEIGHT_UNIT, Division, LayerKind, Peak, Rates
 
 _PARTS = 2**20
 """Shares are integers of this many parts, so that costs are the same on every machine."""
@@ -184,7 +189,8 @@ class Dividing:
         rates, known = self.divisions[layer].forward, self.divisions[layer].weights
         positions, keys, memory = self._positions(layer)
         if known is not None:
-            times = known.once + self.sizes * (known.linear * positions + known.memory * memory) / WEIGHT_UNIT
+            once, linear, of_memory = known
+            times = once + self.sizes * (linear * positions + of_memory * memory) / WEIGHT_UNIT
             return np.where(forward == ABSENT, ABSENT, np.rint(times).astype(np.int64))
         linears = positions * (rates.linear + rates.mlp) + rates.memory * memory
         inner = self.inside * rates.inner * positions * keys

@@ -22,12 +22,13 @@ from megatron_dynapipe.core.costs import (
     PREFIX_QUANTITIES,
     PREFIX_UNIT,
     CostTables,
+    Division,
     Floats,
     IntArray,
     Quantity,
+    Rates,
 )
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.division import Division, Rates
 
 SUMMED_IN_FP32 = 4
 """Later pieces from which on their gradients of a piece's keys and values are summed in fp32."""

@@ -15,9 +15,10 @@ from megatron_dynapipe.core.settings import check_fields
 from megatron_dynapipe.core.units import ModelFamily, round_up
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, DIVIDED_INPUTS, MLP_LINEARS, Adapters, Linear
 from megatron_dynapipe.costing.attention import Latent, Window
-from megatron_dynapipe.costing.hugging_face import MOST_SIZE, megatron_flags
 from megatron_dynapipe.costing.pattern import EXPERTS, evaluated, expert_modules
 
+MOST_SIZE = 2**24
+"""Of widths, vocabularies and lengths: products of three of them are below 2⁶³."""
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MOST_SIZE)]
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
 
@@ -138,13 +139,6 @@ def megatron_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
     """A run file's flags by attribute of Megatron's namespace, as `megatron_fields` takes them."""
     args = {name.replace("-", "_"): value for name, value in flags.items()}
     return args | {attribute: False for name, attribute in _SWITCHED_OFF.items() if flags.get(name)}
-
-
-def hugging_face_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelShape` besides the family, of a HuggingFace configuration; those that it lacks are missing."""
-    flags = megatron_flags(config)
-    fields = megatron_fields(megatron_arguments(flags))
-    return fields if "ffn-hidden-size" in flags else {name: fields[name] for name in fields.keys() - {"ffn"}}
 
 
 def _ffn(args: Mapping[str, Any]) -> int:

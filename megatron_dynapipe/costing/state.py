@@ -1,74 +1,28 @@
 """What a model's parameters, gradients and optimizer states take on the ranks of a pipeline."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynapipe.core.costs import ATTENTION, EXPERT_MLP, MLP, IntArray, Kind
+from megatron_dynapipe.core.costs import (
+    ATTENTION,
+    EXPERT_MLP,
+    MLP,
+    Division,
+    EndState,
+    IntArray,
+    Kind,
+    LayerKind,
+    ModelState,
+)
 from megatron_dynapipe.core.model import PipelineLayout
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS
-from megatron_dynapipe.costing.division import Division, LayerKind
 from megatron_dynapipe.costing.modules import parameter_bytes as bytes_of_modules
 from megatron_dynapipe.costing.shape import ModelShape
 from megatron_dynapipe.costing.stage_modules import StageModules, stage_modules
 
 _GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, as Megatron adds gradients up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndState:
-    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
-
-    Attributes:
-        tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
-        positions: of learned positions, on every stage with word embeddings.
-        encoder_tables, decoder_tables: of relative biases, on every stage with such layers.
-        norm: after the last layer of each stack.
-        head_biases: of the head.
-    """
-
-    tied: bool
-    positions: int = 0
-    encoder_tables: int = 0
-    decoder_tables: int = 0
-    norm: int = 0
-    head_biases: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelState:
-    """Parameter bytes (2 bytes each) on one tensor-parallel rank.
-
-    Attributes:
-        modules: of one module of each kind but the head; of attention is all of a layer where it is not known how a
-            layer's are divided.
-        embedding_bytes: of the word embeddings.
-        expert_bytes: of the experts in a module that has them, part of it.
-        expert_parallel: ranks that share them; `expert_bytes` are those of one.
-        ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
-            embeddings alone.
-        gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
-            published rule counts 2.
-        trained: those of `modules` that have gradients and states of the optimizer, where all others are frozen; None
-            where nothing is.
-    """
-
-    modules: Mapping[Kind, int]
-    embedding_bytes: int
-    ends: EndState | None = None
-    gradient_bytes: int = 2
-    expert_bytes: int = 0
-    expert_parallel: int = 1
-    trained: Mapping[Kind, int] | None = None
-
-    @property
-    def expert_kind(self) -> Kind | None:
-        """The modules that hold experts, if there are any."""
-        if not self.expert_bytes:
-            return None
-        return EXPERT_MLP if EXPERT_MLP in self.modules else MLP
 
 
 def model_state_bytes(

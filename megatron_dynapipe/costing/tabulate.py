@@ -19,7 +19,8 @@ from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute, Shape, round_up
 from megatron_dynapipe.costing.analytic import geometric
 from megatron_dynapipe.costing.check import TIMES, as_arrays
-from megatron_dynapipe.costing.format import CostEntry, Points, Table, Tables, to_table
+from megatron_dynapipe.costing.document import Table
+from megatron_dynapipe.costing.format import CostEntry, Points, Tables, to_table
 from megatron_dynapipe.costing.surface import Floats, fit_surface, monotone, nonnegative_least_squares
 
 _DIGITS = 5

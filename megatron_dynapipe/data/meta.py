@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.identity import FileDigests, fingerprint, manifest_path, names_of
 from megatron_dynapipe.data.indexed import IndexedReader
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.sampling import TruncationSide
+from megatron_dynapipe.sampling import TruncationSide, read_task_ids
 
 FORMAT: Literal["dynapipe-dataset/3"] = "dynapipe-dataset/3"
 SPLITS = ("train", "valid", "test")
@@ -176,6 +178,19 @@ def open_split(folder: Path, split: str, family: ModelFamily | None = None) -> I
             hint="the folder mixes files of two datasets; prepare it again",
         )
     return reader
+
+
+def task_ids_of(folder: Path, split: str, samples: int, meta: DatasetMeta) -> npt.NDArray[np.int16]:
+    """Each sample's index in the manifest's tasks.
+
+    Raises:
+        DataError: the file is missing or damaged, or the manifest has fewer tasks.
+    """
+    task_ids = read_task_ids(folder, split, samples)
+    most = int(task_ids.max(initial=-1)) + 1
+    if most > len(meta.tasks):
+        raise DataError(f"{manifest_path(folder)}: expected {most} tasks, got {len(meta.tasks)}")
+    return task_ids
 
 
 def check_tokenizer(folder: Path, meta: DatasetMeta) -> None:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.choosing.planner import planner_with
+from megatron_dynapipe.core.batch import GlobalBatch
 from megatron_dynapipe.core.errors import ConfigError, DataError
-from megatron_dynapipe.core.network import GLOO_RULES, TransferRules, cuda_rules
+from megatron_dynapipe.core.network import GLOO_RULES, Network, TransferRules, cuda_rules
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch
-from megatron_dynapipe.costing import Network
 from megatron_dynapipe.modules.inputs import Batch, batch_rows, has_rows
-from megatron_dynapipe.sampling import Batches, GlobalBatch, LastBatch
+from megatron_dynapipe.sampling.batches import Batches, LastBatch
 from megatron_dynapipe.segments import SegmentCosts, segment_settings
 from megatron_dynapipe.store.codec import decode_entry, encode
 from megatron_dynapipe.store.entry import StageEntry
@@ -127,11 +127,14 @@ class ModulePlanner:
         if transfers is None:
             transfers = cuda_rules(os.environ) if torch.cuda.is_available() else GLOO_RULES
         settings = msgspec.structs.replace(settings, transfers=transfers)
-        stage_costs = costs.of_stages(stage_of)
-        self.planner = planner_of(settings, stage_costs)
+        of_stages = costs.of_stages(stage_of)
+        tables = [of_stages.tables(tensor_parallel=1, recompute=mode) for mode in settings.recompute]
+        state = np.array(settings.model_state_bytes, np.int64)
+        self.planner = planner_with(settings, tables, state, costs_digest=of_stages.digest)
         self._alone = self.planner
         if replicas > 1:
-            self._alone = planner_of(msgspec.structs.replace(settings, data_parallel=1), stage_costs)
+            alone = msgspec.structs.replace(settings, data_parallel=1)
+            self._alone = planner_with(alone, tables, state, costs_digest=of_stages.digest)
 
     @property
     def digest(self) -> str:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import BYTES_PER_MB
-from megatron_dynapipe.costing.format import UNITS, Table
-from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.costing.document import UNITS, Table
 from megatron_dynapipe.modules.boundary import Specialization
 from megatron_dynapipe.modules.inputs import Batch
 from megatron_dynapipe.modules.part import Variants, kind_of, segment_parameters

@@ -48,10 +48,8 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     at_peak_ns: int = 0
     """Time that all devices would take for the iteration's operations at the peak of their data sheets; 0 where that is
     not known."""
-    of_limits: str = ""
-    """Where the time of a start's last iteration went, as a sentence: by rank 0."""
-    time_shares: dict[str, float] = {}
-    """The same as shares of 1, by the names of `choosing.limits`."""
+    corrections: tuple[tuple[int, int, int], ...] = ()
+    """Percent of what costs say that the plan counted on, by virtual stage (`PlannerSettings.corrections`)."""
 
 
 class RunRecord(_Record, frozen=True, tag="run"):

@@ -66,10 +66,6 @@ class Summary:
     plan_wait_share: float
     """Time waited for plans, of all time, from the iteration `PREFETCHED_ITERATION` on."""
     pictures: tuple[Path, ...]
-    of_limits: str
-    """Where the last iteration's time went, as a sentence; empty if that is not known."""
-    time_shares: Mapping[str, float]
-    """The same as shares of 1; empty if that is not known."""
     memory: MemoryRecord | None = None
     """The memory of the rank with the most fragments; None without GPUs."""
     outside: Mapping[str, float] = field(default_factory=dict)
@@ -132,8 +128,6 @@ def summarise(
         prediction_error=_error(judged, predicted),
         plan_wait_share=_wait_share(warm, begins, runs),
         pictures=tuple(pictures),
-        of_limits=runs[-1].of_limits,
-        time_shares=runs[-1].time_shares,
         memory=max(memory, key=lambda record: record.fragment_bytes, default=None),
         outside=_outside(stages),
     )
@@ -158,8 +152,6 @@ def format_summary(summary: Summary) -> str:
     if summary.outside:
         causes = ", ".join(f"{name} {share:.1%}" for name, share in summary.outside.items())
         lines.append(f"outside of passes {sum(summary.outside.values()):.1%} of an iteration: {causes}")
-    if summary.of_limits:
-        lines.append(f"the last iteration: {summary.of_limits} (docs/report.md explains the causes)")
     if summary.memory is not None:
         lines.append(_memory_line(summary.memory))
     for path in summary.pictures:
@@ -199,8 +191,7 @@ def joined(records: Sequence[IterationRecord]) -> list[IterationRecord]:
             shapes=tuple(shape for r in group for shape in r.shapes),
             packed=sum(r.packed for r in group),
             at_peak_ns=max(r.at_peak_ns for r in group),
-            of_limits=max(r.of_limits for r in group),
-            time_shares=max((r.time_shares for r in group), key=len),
+            corrections=group[0].corrections,
         )
         for iteration, group in sorted(by_iteration.items())
     ]

@@ -1,8 +1,7 @@
 """Agreement of all ranks over a gloo group of its own: one text for all, one error for all."""
 
 import datetime
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -76,21 +75,6 @@ class ControlGroup:
             dist.recv(content, rank, group=self.group)
             collected.append(content.numpy().tobytes()[: int(size)])
         return collected
-
-    def find_difference(self, fields: Mapping[str, str]) -> str | None:
-        """The first field, by name, in which a rank differs from the lowest that has it, and both values; None if none
-        does.
-
-        A field that a rank does not have is not compared there. All ranks find the same.
-        """
-        ranks = [json.loads(text) for text in self.gather_texts(json.dumps(dict(fields)))]
-        for name in sorted({name for rank in ranks for name in rank}):
-            having = [rank for rank, names in enumerate(ranks) if name in names]
-            first = ranks[having[0]][name]
-            for rank in having[1:]:
-                if (other := ranks[rank][name]) != first:
-                    return f"{name} is {first} on rank {having[0]} and {other} on rank {rank}"
-        return None
 
     def start_gather(self, values: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Start `gather`; call what is returned for its result."""

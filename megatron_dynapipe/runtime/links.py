@@ -8,8 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE
-from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE, Link
 
 SMALL_BYTES = 8
 LARGE_BYTES = 16_000_000

@@ -56,6 +56,10 @@ class MessageBuffers:
         self._bytes = 0
         self._buffers: list[torch.Tensor] = []
 
+    def __len__(self) -> int:
+        """Buffers that the list has needed so far."""
+        return len(self._buffers)
+
     def begin(self, size: int) -> None:
         """Give all buffers back: a list begins whose largest message is of so many bytes."""
         self._bytes = size

@@ -152,6 +152,15 @@ def warm_up(groups: PipelineGroups, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
+def groups_made() -> Iterator[list[dist.ProcessGroup]]:
+    """A list that holds, after the block, the groups that it made and this rank is in, the latest first."""
+    made: list[dist.ProcessGroup] = []
+    known = set(dist.distributed_c10d._world.pg_map)
+    yield made
+    made += [group for group in reversed(dist.distributed_c10d._world.pg_map) if group not in known]
+
+
+@contextlib.contextmanager
 def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
     """Have operations of all groups of this rank fail after `timeout_s` in the block, after `otherwise_s` behind it."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}

@@ -5,6 +5,7 @@
 The pools are those that the plan's memory counts (`core.memory`): as many equal buffers as a list holds at once.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from megatron_dynapipe.core.instructions import (
     RECEIVED_BUFFER,
     SENT_BUFFER,
     Buffer,
+    Free,
     Payload,
     RecvStart,
     RecvWait,
@@ -27,6 +29,7 @@ from megatron_dynapipe.core.instructions import (
     format_instruction,
 )
 from megatron_dynapipe.core.plan import StagePlan
+from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.messages import MessageBuffers, message_bytes, views
 from megatron_dynapipe.runtime.transport import JoinedWork, Transport, Work
 
@@ -52,6 +55,8 @@ class PooledTransfers:
         self._sending: dict[_TransferKey, Work] = {}
         self._receiving: dict[_TransferKey, tuple[Work, list[torch.Tensor]]] = {}
         self._pools = {buffer: MessageBuffers(device) for buffer in set(POOLS.values())}
+        self._planned: Counter[Buffer] = Counter()
+        self._has_warned = False
 
     @property
     def handlers(self) -> Handlers:
@@ -68,6 +73,7 @@ class PooledTransfers:
         self._stage = plan.stage
         self._dtypes = dtypes or self._default
         largest = _largest_messages(plan, self._dtypes)
+        self._planned = _most_at_once(plan)
         for buffer, pool in self._pools.items():
             pool.begin(largest.get(buffer, 0))
 
@@ -77,7 +83,10 @@ class PooledTransfers:
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes != instruction.shapes:
             sent = tuple(map(tuple, shapes))
-            raise ExecutionError(f"expected to send tensors of shapes {instruction.shapes}, got {sent}")
+            raise ExecutionError(
+                f"expected to send tensors of shapes {instruction.shapes}, got {sent}",
+                hint="in a loop of your own, wire_rows has to say how many rows your step function makes of samples",
+            )
         expected = list(self._dtypes(instruction))
         dtypes = [tensor.dtype for tensor in tensors]
         if dtypes != expected:
@@ -126,6 +135,13 @@ class PooledTransfers:
     def end(self, *, failed: bool) -> None:
         """A list has ended, and nothing of its step stays alive; peers that wait for a failed one have deadlines."""
         self._dtypes = self._default
+        for buffer, pool in self._pools.items():
+            if len(pool) > self._planned[buffer] and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"messages took {len(pool)} buffers ({buffer.name}) where the plan counts {self._planned[buffer]}:"
+                    " transfers hold their tensors for longer than their waits, in memory that no plan counts"
+                )
         if failed:
             self._sending.clear()
             self._receiving.clear()
@@ -142,6 +158,20 @@ def _largest_messages(plan: StagePlan, dtypes: Dtypes) -> dict[Buffer, int]:
             size = message_bytes(instruction.shapes, dtypes(instruction))
             largest[pool] = max(size, largest.get(pool, 0))
     return largest
+
+
+def _most_at_once(plan: StagePlan) -> Counter[Buffer]:
+    """Buffers of each pool that a list holds at the same time, as plans count them (`core.memory`)."""
+    used: Counter[Buffer] = Counter()
+    most: Counter[Buffer] = Counter()
+    for step in plan.instructions:
+        if isinstance(step, (RecvStart, SendStart)):
+            pool = POOLS[buffer_of(step)]
+            used[pool] += 1
+            most[pool] = max(most[pool], used[pool])
+        elif isinstance(step, Free) and step.buffer in POOLS:
+            used[POOLS[step.buffer]] -= 1
+    return most
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

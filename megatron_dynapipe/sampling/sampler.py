@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dynapipe.core.batch import GlobalBatch
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.batches import (
@@ -15,7 +16,6 @@ from megatron_dynapipe.sampling.batches import (
     draws_of_rates,
 )
 from megatron_dynapipe.sampling.cutting import Cutter, TruncationSide
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
 from megatron_dynapipe.sampling.lengths import LengthTable
 from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSamples, apply_maximum
 from megatron_dynapipe.sampling.spans import SpanTable

@@ -16,7 +16,7 @@ from types import FrameType
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.loop import PlannerLoop
-from megatron_dynapipe.service.planned_splits import PlannedSplits
+from megatron_dynapipe.service.over_rows import ComparedSplits
 from megatron_dynapipe.service.settings import ServiceSettings, decode_settings
 from megatron_dynapipe.store import open_store
 
@@ -45,7 +45,7 @@ def plan_all(settings: ServiceSettings) -> None:
     """Plan everything `settings` asks for; errors are published, then raised."""
     with open_store(settings.store, retention_s=settings.retention_s) as store:
         try:
-            source = PlannedSplits(settings.inputs)
+            source = ComparedSplits(settings.inputs)
         except Exception as error:
             failure = describe_failure(error, who=f"planner {settings.planner}", doing="reading lengths and costs")
             publish_failure(store, settings.keys, failure)

@@ -11,12 +11,16 @@ where it is late (`source`).
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
 
 from megatron_dynapipe.core.errors import DynaPipeError, StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
-from megatron_dynapipe.service.planned_splits import PlannedSplits
+from megatron_dynapipe.service.over_rows import ComparedSplits
 from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings
 from megatron_dynapipe.store import Store
 
@@ -33,12 +37,14 @@ class SplitWindow:
     """How far one split is, as one planner knows it.
 
     Attributes:
+        trains: whether it is trained on, not evaluated.
         progress: the iteration in training.
         published: iterations that this planner has published and not deleted.
     """
 
     def __init__(self, split: SplitSettings, settings: ServiceSettings) -> None:
         self.name = split.name
+        self.trains = split.evaluation is None
         self.progress = split.first_iteration
         self.published: set[int] = set()
         self._settings = settings
@@ -81,12 +87,13 @@ class SplitWindow:
 class PlannerLoop:
     """Plans the iterations of all splits that are one planner's, until all are planned."""
 
-    def __init__(self, settings: ServiceSettings, source: PlannedSplits, store: Store) -> None:
+    def __init__(self, settings: ServiceSettings, source: ComparedSplits, store: Store) -> None:
         self._settings = settings
         self._source = source
         self._store = store
         self._keys = settings.keys
         self._splits = [SplitWindow(split, settings) for split in settings.inputs.splits]
+        self._corrections: list[Correction] = []
         self._pool = ThreadPoolExecutor(settings.cores, thread_name_prefix="planner")
         self._doing = "starting"
         self._has_said = False
@@ -158,6 +165,8 @@ class PlannerLoop:
             return
         keys = [key for split in self._splits for i in split.published_or_begun for key in self._keys_of(split, i)]
         if self._settings.planner == 0:
+            known = range(1, len(self._corrections) + 1)
+            keys += [self._keys.corrections, *map(self._keys.correction, known)]
             keys += [self._keys.gain, *(self._keys.progress(split.name) for split in self._splits)]
         try:
             self._store.delete(keys)
@@ -168,7 +177,10 @@ class PlannerLoop:
         """Read how far training is; delete what it has left behind."""
         self._doing = "looking for where training is"
         topics = {split.name: self._keys.progress(split.name) for split in self._splits}
-        progress = self._store.read_progress(list(topics.values()))
+        progress = self._store.read_progress([*topics.values(), self._keys.corrections])
+        for number in range(len(self._corrections) + 1, progress.get(self._keys.corrections, 0) + 1):
+            _, data = self._store.wait_any([self._keys.correction(number)], timeout_s=_LOOK_S, what="a correction")
+            self._corrections.append(msgspec.json.decode(data, type=Correction))
         for split in self._splits:
             reached = progress.get(topics[split.name], 0)
             if reached > split.progress:
@@ -178,17 +190,20 @@ class PlannerLoop:
 
     def _plan(self, waiting: Sequence[tuple[SplitWindow, int]]) -> None:
         """Plan iterations at once, and publish every one once those before it are published."""
-        planned = self._pool.map(lambda pair: self._source.entries(pair[0].name, pair[1]), waiting)
+        planned = self._pool.map(
+            lambda pair: self._source.entries(pair[0].name, pair[1], self._correction(*pair)), waiting
+        )
         for split, iteration in waiting:
             self._doing = f"planning iteration {iteration} of {split.name}"
             self._publish(split, iteration, next(planned))
 
+    def _correction(self, split: SplitWindow, iteration: int) -> Correction | None:
+        return in_force(self._corrections, iteration) if split.trains else None
+
     def _publish(self, split: SplitWindow, iteration: int, entries: Sequence[Entry]) -> None:
         self._doing = f"publishing iteration {iteration} of {split.name}"
-        items = [
-            (self._keys.plan(split=split.name, iteration=iteration, replica=replica, stage=stage), data)
-            for replica, stage, data in entries
-        ]
+        key = self._key(split, iteration)
+        items = [(key(replica=replica, stage=stage), data) for replica, stage, data in entries]
         try:
             self._store.put_all(items)
         except StoreFullError:
@@ -218,8 +233,14 @@ class PlannerLoop:
 
     def _keys_of(self, split: SplitWindow, iteration: int) -> list[str]:
         layout = self._settings.inputs.planner
+        key = self._key(split, iteration)
         return [
-            self._keys.plan(split=split.name, iteration=iteration, replica=replica, stage=stage)
+            key(replica=replica, stage=stage)
             for replica in range(layout.data_parallel)
             for stage in range(layout.pipeline_parallel)
         ]
+
+    def _key(self, split: SplitWindow, iteration: int) -> Callable[..., str]:
+        correction = self._correction(split, iteration)
+        number = 0 if correction is None else correction.number
+        return partial(self._keys.plan, split=split.name, iteration=iteration, correction=number)

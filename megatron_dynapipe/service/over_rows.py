@@ -1,14 +1,28 @@
 """What plans gain on a run's own layout over packed rows as other trainers make them, of one batch."""
 
 from megatron_dynapipe.choosing.planners import planner_over
+from megatron_dynapipe.core.batch import GlobalBatch
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout
-from megatron_dynapipe.sampling.global_batch import GlobalBatch
+from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
 
 NOTHING = 0.02
 """Predictions do not tell smaller gains from none."""
+
+
+class ComparedSplits(PlannedSplits):
+    """Plans of a dataset, and what they gain: for the planner process, whose run's log says so."""
+
+    def over_rows(self) -> str:
+        """What plans gain over packed rows in the first training iteration, in words; empty where that is unknown."""
+        trained = next((split for split, evaluation in self._evaluations.items() if evaluation is None), None)
+        if trained is None:
+            return ""
+        with self._drawing:
+            batch = self._samplers[trained].batch(self._first[trained])
+        return over_rows(self._planner, batch)
 
 
 def over_rows(planner: Planner, batch: GlobalBatch) -> str:

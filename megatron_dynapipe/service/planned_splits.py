@@ -5,11 +5,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.sampling import LengthTable, Sampler, SpanTable, read_task_ids
-from megatron_dynapipe.service.over_rows import over_rows
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store.codec import encode_entries
 
@@ -34,7 +37,9 @@ class PlannedSplits:
             CostModelError: the cost model is damaged or does not fit the settings.
             InfeasibleError: the model alone does not fit.
         """
+        self._inputs = inputs
         self._planner = planner_of(inputs.planner, inputs.costs.load())
+        self._corrected: dict[int, Planner] = {}
         self._evaluations = {split.name: split.evaluation for split in inputs.splits}
         self._first = {split.name: split.first_iteration for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
@@ -43,7 +48,9 @@ class PlannedSplits:
         for name, sampler in self._samplers.items():
             logger.info("%s: %s", name, sampler.report)
 
-    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+    def entries(
+        self, split: str, iteration: int, correction: Correction | None = None
+    ) -> Sequence[tuple[int, int, bytes]]:
         """(replica, stage, bytes) for every rank's share of one iteration."""
         sampler = self._samplers[split]
         evaluation = self._evaluations[split]
@@ -52,16 +59,15 @@ class PlannedSplits:
             place = iteration % evaluation % (sampler.batches.count or evaluation)
         with self._drawing:  # samplers keep what they have drawn
             batch = sampler.batch(place)
-        return encode_entries(self._planner.plan(batch, iteration, forward_only=evaluation is not None))
+        planner = self._planner if correction is None else self._planner_with(correction)
+        return encode_entries(planner.plan(batch, iteration, forward_only=evaluation is not None))
 
-    def over_rows(self) -> str:
-        """What plans gain over packed rows in the first training iteration, in words; empty where that is unknown."""
-        trained = next((split for split, evaluation in self._evaluations.items() if evaluation is None), None)
-        if trained is None:
-            return ""
-        with self._drawing:
-            batch = self._samplers[trained].batch(self._first[trained])
-        return over_rows(self._planner, batch)
+    def _planner_with(self, correction: Correction) -> Planner:
+        """A planner of corrected costs, kept for the iterations that follow."""
+        if correction.number not in self._corrected:
+            settings = msgspec.structs.replace(self._inputs.planner, corrections=correction.percents)
+            self._corrected = {correction.number: planner_of(settings, self._inputs.costs.load())}
+        return self._corrected[correction.number]
 
 
 def drawn_by(files: Mapping[str, str]) -> dict[str, str]:

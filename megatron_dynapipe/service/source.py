@@ -12,8 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+
+import msgspec
 
 from megatron_dynapipe.core.errors import StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.failure import decode_failure, describe_failure
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.service.settings import PlanInputs
@@ -71,6 +75,8 @@ class PlanSource:
         self._first_waits: list[float] = []
         self._ask_at = 0.0
         self._planned: PlannedSplits | None = None
+        self._corrections: list[Correction] = []
+        self._trains = {split.name: split.evaluation is None for split in inputs.splits}
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -83,6 +89,25 @@ class PlanSource:
         """
         entries = self._stored(split, iteration, places)
         return self._plan(split, iteration) if entries is None else entries
+
+    def publish(self, correction: Correction) -> bool:
+        """Tell the planners a correction before `correct`; whether they can know it."""
+        if self._store is None or time.monotonic() < self._ask_at:
+            return False
+        try:
+            self._store.put_all([(self._keys.correction(correction.number), msgspec.json.encode(correction))])
+            self._store.announce(self._keys.corrections, correction.number)
+        except StoreError as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def correct(self, correction: Correction) -> None:
+        """Plan with corrected costs; none of the iterations has been asked for."""
+        self._corrections.append(correction)
+
+    def _correction(self, split: str, iteration: int) -> Correction | None:
+        return in_force(self._corrections, iteration) if self._trains[split] else None
 
     def announce(self, split: str, iteration: int) -> None:
         """Tell the planners how far training is; a store that fails shows when plans are asked for."""
@@ -112,9 +137,12 @@ class PlanSource:
         started = time.monotonic()
         patience_s = self.patience_s
         entries = {}
+        correction = self._correction(split, iteration)
+        number = 0 if correction is None else correction.number
+        key_of = partial(self._keys.plan, split=split, iteration=iteration, correction=number)
         try:
             for replica, stage in places:
-                key = self._keys.plan(split=split, iteration=iteration, replica=replica, stage=stage)
+                key = key_of(replica=replica, stage=stage)
                 entries[replica, stage] = self._await(self._store, key, started + patience_s)
         except StoreTimeoutError:
             if self._on_time:
@@ -154,7 +182,7 @@ class PlanSource:
             try:
                 if self._planned is None:
                     self._planned = PlannedSplits(self._inputs)
-                entries = self._planned.entries(split, iteration)
+                entries = self._planned.entries(split, iteration, self._correction(split, iteration))
             except Exception as error:
                 doing = f"planning iteration {iteration} of {split}"
                 raise describe_failure(error, who=self._who, doing=doing) from error

@@ -115,9 +115,19 @@ class PlanKeys:
                     hint="it becomes part of every key in the plan store",
                 )
 
-    def plan(self, *, split: str, iteration: int, replica: int, stage: int) -> str:
-        """Key of what one stage of one replica runs in one iteration."""
-        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}:{replica}:{stage}"
+    def plan(self, *, split: str, iteration: int, replica: int, stage: int, correction: int = 0) -> str:
+        """Key of what one stage of one replica runs in one iteration, planned with costs that were corrected so."""
+        corrected = f"c{correction}" if correction else ""
+        return f"dynapipe:{self.job}:{self.settings_digest}:{split}:{iteration}{corrected}:{replica}:{stage}"
+
+    @property
+    def corrections(self) -> str:
+        """Topic of the number of corrections that there are."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:corrections"
+
+    def correction(self, number: int) -> str:
+        """Key of a correction of costs."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:correction:{number}"
 
     def progress(self, split: str) -> str:
         """Topic under which training says which iteration of `split` it has begun."""

@@ -77,8 +77,8 @@ def plan_batch(
         InfeasibleError: some sample does not fit; the message names it, the stage and the memory.
     """
     model = TableCostModel.load(Path(costs)) if isinstance(costs, str | Path) else costs
-    planner = planner_of(_settings(model, layers, memory_mb, equal_counts, settings), model)
-    batch = _batch(lengths, model.family)
+    planner = planner_of(planner_settings(model, layers, memory_mb, equal_counts, settings), model)
+    batch = batch_of(lengths, model.family)
     plan = planner.plan(batch, 0)
     if any(micro_batch.is_filler for replica in plan.replicas for micro_batch in replica.micro_batches):
         raise PlanningError(
@@ -93,9 +93,10 @@ def plan_batch(
     )
 
 
-def _settings(
+def planner_settings(
     model: CostModel, layers: int | tuple[int, int], memory_mb: float, in_step: bool, settings: Mapping[str, Any]
 ) -> PlannerSettings:
+    """Settings of plans, from the arguments of `plan_batch`; raises ConfigError and CostModelError as it does."""
     known = [*_OF_LAYERS, *(name for name in PlannerSettings.__struct_fields__ if name not in _SET_HERE)]
     if unknown := sorted(set(settings) - set(known)):
         raise ConfigError(
@@ -133,7 +134,7 @@ def _settings(
         raise ConfigError(f"expected settings of PlannerSettings: {error}") from error
 
 
-def _batch(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
+def batch_of(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
     """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
     if not isinstance(lengths, Iterable):
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")

@@ -32,8 +32,8 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.integration.entry import failure
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER, checkpoint_of, last_iteration
 from megatron_dynapipe.integration.flags.planning_flags import EQUAL
-from megatron_dynapipe.integration.flags.trackers import TRACKER
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
 from megatron_dynapipe.processes import end_with_launcher, package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
@@ -68,12 +68,6 @@ class ElasticLayout(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_stage: tuple[int | float, ...] | None
     predicted_ms: float | None
     error: str | None
-
-
-class _Tuning(msgspec.Struct, frozen=True):
-    """The part of what `tune --json` prints that is read."""
-
-    layouts: tuple[ElasticLayout, ...]
 
 
 _has_notice = False
@@ -221,8 +215,6 @@ def delete_unfinished(folder: Path) -> None:
     Args:
         folder: of emergency checkpoints. Where its tracker cannot be read, nothing is deleted.
     """
-    from megatron_dynapipe.integration.entry.resume_record import checkpoint_of, last_iteration
-
     begun = last_iteration(folder, SAVING)
     complete = last_iteration(folder)
     path = checkpoint_of(folder, begun)
@@ -305,7 +297,7 @@ def tuned(inputs: PlanInputs, space: Mapping[str, object], *, deadline_s: float)
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
-        path.write_bytes(msgspec.json.encode({"inputs": inputs, "space": space}))
+        path.write_bytes(msgspec.json.encode([inputs, space]))
         command = [sys.executable, "-P", "-m", "megatron_dynapipe", "tune", "--of-run", str(path), "--json"]
         command += ["--data", inputs.data_folder, "--limit", str(BATCHES), "--top", "1"]
         costs = inputs.costs.path if isinstance(inputs.costs, MeasuredCosts) else "analytic"
@@ -313,7 +305,8 @@ def tuned(inputs: PlanInputs, space: Mapping[str, object], *, deadline_s: float)
         environment = os.environ | {"PYTHONPATH": package_path()}
         _, lines = run_guarded(command, deadline_s=deadline_s, env=environment)
     if found := [line for line in lines if line.startswith("{")]:
-        return msgspec.json.decode(found[-1], type=_Tuning).layouts[0]
+        layouts = msgspec.json.decode(found[-1], type=dict[str, msgspec.Raw])["layouts"]
+        return msgspec.json.decode(layouts, type=tuple[ElasticLayout, ...])[0]
     said = {name: text for name, _, text in (line.partition(": ") for line in lines)}
     raise ConfigError(
         f"no layout of {space['devices']} ranks could be chosen: {said.get('error', f'not in {deadline_s:.0f} s')}",

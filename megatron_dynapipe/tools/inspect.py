@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.data.identity import changed_file, manifest_path
-from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, check_tokenizer, open_split, read_meta
+from megatron_dynapipe.data.identity import changed_file
+from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, check_tokenizer, open_split, read_meta, task_ids_of
 from megatron_dynapipe.digests import file_digest
 from megatron_dynapipe.sampling.lengths import LengthTable, read_task_ids
 
@@ -101,10 +101,7 @@ def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = No
     if not len(lengths):
         full = ", ".join(name for name in SPLITS if meta.split_samples[name])
         raise DataError(f"{folder}: expected samples in the split {split!r}, got 0", hint=f"it has samples in {full}")
-    task_ids = read_task_ids(folder, split, len(lengths))
-    if int(task_ids.max()) >= len(meta.tasks):
-        raise DataError(f"{manifest_path(folder)}: expected {task_ids.max() + 1} tasks, got {len(meta.tasks)}")
-
+    task_ids = task_ids_of(folder, split, len(lengths), meta)
     rates = meta.rates if split == "train" else {}
 
     def row(task: str, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:

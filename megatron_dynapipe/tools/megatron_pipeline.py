@@ -37,6 +37,7 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import digest
 from megatron_dynapipe.store.entry import StageEntry
+from megatron_dynapipe.tools.loop_settings import check_models
 
 Sample = tuple[Sequence[int], Sequence[int]]
 """Tokens of an input and of its target; a decoder-only model is trained on one after the other."""
@@ -256,12 +257,7 @@ class MegatronPipeline:
                 "expected a model configuration with calculate_per_token_loss: micro-batches hold different numbers "
                 "of tokens"
             )
-        if self._config.fp8 or self._config.fp4:
-            raise ConfigError(
-                "expected a model configuration without fp8 and fp4: their scales are agreed on in every pass, and "
-                "replicas have different numbers of passes",
-                hint="train in bf16",
-            )
+        check_models(self._models)
 
     def _configure(self) -> None:
         """Set in the model's configuration what Megatron's training loop sets there."""

@@ -14,10 +14,10 @@ import numpy as np
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.identity import lost_path
-from megatron_dynapipe.data.meta import open_split, read_meta, tokenizer_folder
+from megatron_dynapipe.data.meta import open_split, read_meta, task_ids_of, tokenizer_folder
 from megatron_dynapipe.data.spans import LossOn, learned
 from megatron_dynapipe.sampling import SpanTable
-from megatron_dynapipe.sampling.lengths import read_array, read_task_ids
+from megatron_dynapipe.sampling.lengths import read_array
 from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 
 _COLOURED, _MARKED = ("\x1b[1;32m", "\x1b[0m"), ("⟦", "⟧")
@@ -56,7 +56,7 @@ def chosen_samples(folder: Path, split: str, task: str | None = None) -> list[in
         DataError: the dataset is missing or damaged, or the split has no sample of the task.
     """
     meta = read_meta(folder)
-    tasks = read_task_ids(folder, split, meta.split_samples[split])
+    tasks = task_ids_of(folder, split, meta.split_samples[split], meta)
     if task is None:
         by_task = np.argsort(tasks, kind="stable")
         counts = np.bincount(tasks)
@@ -80,7 +80,7 @@ def taught_samples(
     meta = read_meta(folder)
     reader = open_split(folder, split, family)
     spans = SpanTable.read(folder / split)
-    tasks = read_task_ids(folder, split, len(reader))
+    tasks = task_ids_of(folder, split, len(reader), meta)
     path = lost_path(folder / split)
     lost = read_array(path, np.dtype("<u8"), len(reader)).tolist() if path.exists() else [0] * len(reader)
     for number in range(len(tasks)) if numbers is None else numbers:

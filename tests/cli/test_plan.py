@@ -29,9 +29,8 @@ def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.Capture
     assert good["predicted_ms"] == max(replica["predicted_ms"] for replica in good["replicas"])
     assert len(good["digest"]) == 32
     ladder = [*good["limits"].values(), good["predicted_ms"]]
-    assert list(good["limits"]) == ["devices", "stages", "memory", "split", "micro_batches"] and ladder == sorted(
-        ladder
-    )
+    assert list(good["limits"]) == ["devices", "stages", "memory", "micro_batches"] and ladder == sorted(ladder)
+    assert good["limits"]["devices"] > 0
     assert "sample 1 of padded shape 1x600 lies outside" in bad["error"]
 
 
@@ -39,8 +38,7 @@ def test_plan_for_people(batches_file, cost_file, tmp_path, capsys) -> None:
     assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path / "plans"))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("b0: ") and " shapes), padding efficiency" in lines[0]
-    assert "% of the time is work" in lines[1]
-    assert lines[2].startswith("b1: no plan")
+    assert lines[1].startswith("b1: no plan")
     assert main(["verify", str(tmp_path / "plans" / "b0.plan")]) == 0
     for command in ("plan", "compare"):  # 1 where no batch has a plan, 0 where some have
         capsys.readouterr()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.config import read_cluster
 from megatron_dynapipe.core.plan import IterationPlan

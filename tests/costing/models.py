@@ -1,7 +1,8 @@
 """Small cost model files for tests."""
 
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.costing.format import UNITS, CostEntry, CostFile, to_table
+from megatron_dynapipe.costing.document import UNITS
+from megatron_dynapipe.costing.format import CostEntry, CostFile, to_table
 
 SIZES, LENGTHS = (1, 2, 4), (8, 16, 32)
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.costing import Network, ScatterGather
-from megatron_dynapipe.costing.links import Link, links_between
+from megatron_dynapipe.costing.links import links_between
 
 SLOW = Link(latency_us=60.0, gbps=25.0)
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_dynapipe.core.costs import Rates
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing import PipelineLayout, TableCostModel, model_of_layers
-from megatron_dynapipe.costing.division import AS_THE_LAYER, Rates
+from megatron_dynapipe.costing.division import AS_THE_LAYER
 from megatron_dynapipe.costing.state import model_state_bytes
 from tests.helpers import benchmark_data
 from tests.helpers.benchmark_data import A100_COSTS

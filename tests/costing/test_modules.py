@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from megatron_dynapipe.core.costs import ABSENT, Quantity
-from megatron_dynapipe.costing.division import WEIGHT_UNIT, Division, Rates, WeightTime
+from megatron_dynapipe.core.costs import ABSENT, WEIGHT_UNIT, Division, Quantity, Rates, WeightTime
 from megatron_dynapipe.costing.modules import Dividing, Part
 
 SIZES, LENGTHS = np.array([1, 4]), np.array([16, 64])
-MEASURED = WeightTime(500, 30 * WEIGHT_UNIT, 7 * WEIGHT_UNIT)
+MEASURED = (500, 30 * WEIGHT_UNIT, 7 * WEIGHT_UNIT)
 
 
 def weights(forward: object, layer: Part = "encoder", *, known: WeightTime | None, inside: bool = True) -> np.ndarray:

@@ -5,7 +5,6 @@ verl 0.9.1, whose wheel is read by a slow test); the HuggingFace trainer is the 
 """
 
 import ast
-import inspect
 import re
 import subprocess
 import sys
@@ -24,8 +23,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape
 from megatron_dynapipe.tools import batch
+from tests.helpers.layouts.compare import assert_close, gradients_of
+from tests.helpers.layouts.layout import Layout
+from tests.helpers.processes import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/other-trainers.md"
+ENGINE = Path(__file__).parent / "verl_engine.py"
 SHAPE = {"hidden": 64, "heads": 4, "kv_channels": 16, "ffn": 256, "vocabulary": 100}
 LENGTHS = [900, 30, 45, 500, 12, 77, 640, 20, 33, 210, 5, 81]
 
@@ -138,91 +141,59 @@ def test_slime_has_rollouts_of_several_samples_in_one_step(slime: Any) -> None:
             slime(LENGTHS, rollout_indices=rollouts, **settings)
 
 
-def select(batch: dict[str, torch.Tensor], rows: list[int]) -> dict[str, torch.Tensor]:
-    """Rows of tensors, nested ones too, as upstream selects them."""
-    return {
-        name: torch.nested.as_nested_tensor([value.unbind()[row] for row in rows], layout=torch.jagged)
-        if value.is_nested
-        else value[rows]
-        for name, value in batch.items()
-    }
-
-
-@pytest.fixture
-def verl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    balancing = stub(monkeypatch, "verl.utils.seqlen_balancing", rearrange_micro_batches=lambda: None)
-    stub(monkeypatch, "verl.utils.tensordict_utils", index_select_tensor_dict=select)
-    stub(monkeypatch, "verl.utils.device", get_device_name=lambda: "cpu")
-    return balancing
-
-
-def padded(lengths: list[int]) -> dict[str, torch.Tensor]:
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": mask, "attention_mask": mask}
-
-
-def test_verl(verl: types.ModuleType) -> None:
-    adapter("verl")
-    nested = torch.nested.as_nested_tensor([torch.zeros(n, dtype=torch.long) for n in LENGTHS], layout=torch.jagged)
-    micro_batches, indices = verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000)
-    assert every_once(indices) and len(indices) > 1
-    for micro_batch, rows in zip(micro_batches, indices, strict=True):
-        assert micro_batch["attention_mask"].sum(1).tolist() == [LENGTHS[row] for row in rows]
-    micro_batches, again = verl.rearrange_micro_batches({"input_ids": nested}, max_token_len=1000)
-    assert again == indices
-    for micro_batch, rows in zip(micro_batches, indices, strict=True):
-        assert micro_batch["input_ids"].offsets().diff().tolist() == [LENGTHS[row] for row in rows]
-    for settings in ({"num_batches_divided_by": 2}, {"min_num_micro_batch": 2}, {"force_group_size": 2}):
-        with pytest.raises(ValueError, match="train without virtual stages"):
-            verl.rearrange_micro_batches(padded(LENGTHS), max_token_len=1000, **settings)
-
-
-def test_verl_has_as_many_micro_batches_on_every_rank(verl: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of other lengths plan the longest of them; in step only where upstream is."""
-    shares = [LENGTHS, LENGTHS[6:] + [800] * 6]
-    longest = torch.tensor([sorted(share, reverse=True) for share in shares]).amax(0)
-    groups = []
-
-    def all_reduce(lengths: torch.Tensor, op: Any, group: Any) -> None:
-        assert op == torch.distributed.ReduceOp.MAX
-        groups.append(group)
-        lengths.copy_(lengths.maximum(longest))
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    adapter("verl")
-    planned = [verl.rearrange_micro_batches(padded(share), 1000, dp_group="replicas")[1] for share in shares]
-    assert groups == ["replicas"] * 2 and [len(one) for one in planned[0]] == [len(one) for one in planned[1]]
-    assert all(every_once(indices) for indices in planned)
-    _, alone = verl.rearrange_micro_batches(padded(LENGTHS), 1000, same_micro_num_in_dp=False)
-    assert len(groups) == 2 and len(alone) < len(planned[0])
+def test_verl() -> None:
+    """The engine's own loop: log-probabilities, an update whose gradient is as by Megatron's schedule, offloading."""
+    ranks = run_ranks("tests.docs.verl_engine:adapted", 2, {"layout": Layout(stages=2, attention="megatron")})
+    found, expected = (gradients_of([rank[name] for rank in ranks]) for name in ("found", "expected"))
+    assert_close(found, expected, 1e-6)
+    for rank in ranks:
+        assert min(rank["counts"]) > 1
+        assert rank["asleep"] == (True, True, False, ["cpu", "cuda", "cuda"])
+        assert all("expected rows without padding, no virtual stages" in said for said in rank["refused"])
+        for one, other in zip(rank["found"]["old"], rank["expected"]["old"], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_every_call_in_verls_release_is_one_of_the_adapter(verl: types.ModuleType, tmp_path: Path) -> None:
+def test_every_call_in_verls_release_is_one_of_the_adapter(tmp_path: Path) -> None:
     """The wheel of the version that the page names; its dependencies are not needed to read it."""
     (version,) = re.findall(r"verl (\d+\.\d+\.\d+)", PAGE.read_text())
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path)]
     if subprocess.run([*download, f"verl=={version}"], check=False, timeout=120).returncode:
         pytest.skip("no wheel of verl can be fetched")
     with zipfile.ZipFile(next(tmp_path.glob("verl-*.whl"))) as wheel:
-        sources = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
-    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
-    ours = inspect.signature(adapter("verl")["rearrange_micro_batches"])
-    (theirs,) = (n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "rearrange_micro_batches")
-    assert [argument.arg for argument in theirs.args.args] == list(ours.parameters)
-    calls = [n for n in nodes if isinstance(n, ast.Call) and "rearrange_micro_batches" in ast.unparse(n.func)]
-    assert len(calls) >= 2
-    for call in calls:
-        ours.bind(*call.args, **{keyword.arg: None for keyword in call.keywords if keyword.arg})
-    for module, name in (("tensordict_utils", "index_select_tensor_dict"), ("device", "get_device_name")):
-        assert f"def {name}(" in sources[f"verl/utils/{module}.py"]
+        engine, utils = (
+            ast.parse(wheel.read(f"verl/{name}.py"))
+            for name in ("workers/engine/megatron/transformer_impl", "utils/tensordict_utils")
+        )
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("## verl\n")[1], re.DOTALL)[0]
+    ours = functions(ast.parse(code))
+    (theirs,) = (n for n in ast.walk(engine) if isinstance(n, ast.ClassDef) and n.name == "MegatronEngine")
+    of_engine = functions(theirs)
+    for name in ("forward_backward_batch", "to"):
+        assert set(ours[name]) - {"others"} <= set(of_engine[name]), name
+    assert set(ours["forward_backward_batch"]) == set(of_engine["forward_backward_batch"])
+    made, written = (calls(tree) for tree in (theirs, ast.parse(ENGINE.read_text())))
+    for name in ("prepare_micro_batches", "forward_backward_func"):
+        assert made[name] == written[name], "the engine of these tests calls it likewise"
+    assert made["prepare_micro_batches"] <= set(ours["prepare_micro_batches"])
+    imported = {alias.name for n in engine.body if isinstance(n, ast.ImportFrom) for alias in n.names}
+    assert {"get_forward_backward_func", "prepare_micro_batches"} <= imported, "the names that the adapter replaces"
+    for name in ("get_non_tensor_data", "index_select_tensor_dict"):
+        assert name in functions(utils)
 
 
-def test_verl_has_to_come_before_the_modules_that_take_the_function(verl, monkeypatch):
-    stub(monkeypatch, "verl.workers.engine.utils", rearrange_micro_batches=verl.rearrange_micro_batches)
-    with pytest.raises(ImportError, match=r"before verl\.workers\.engine\.utils: name it in VERL_USE_EXTERNAL_MODULES"):
-        adapter("verl")
+def functions(tree: ast.AST) -> dict[str, list[str]]:
+    """Names of a tree's functions, with those of their parameters."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {node.name: [argument.arg for argument in node.args.args if argument.arg != "self"] for node in found}
+
+
+def calls(tree: ast.AST) -> dict[str, set[str | None]]:
+    """Names of the functions that a tree calls, with the keywords of the last call of each."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [ast.unparse(node.func).rpartition(".")[2].removesuffix("()").removeprefix("get_") for node in found]
+    return {name: {k.arg for k in node.keywords} for name, node in zip(names, found, strict=True) if node.keywords}
 
 
 def test_torch() -> None:

@@ -97,7 +97,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
 
 def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool) -> dict:
     """On one rank: what the script says, how it ends, its losses and its gradients' norms."""
-    from megatron_dynapipe.report import timeline
+    from megatron_dynapipe.integration.supply import recorder
 
     def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:
@@ -105,12 +105,23 @@ def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill:
 
     losses = record_losses(after, norms := dict[str, float]())
     if not pictures:
-        timeline.draw = lambda panels, path: path
+        recorder._told = undrawn
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         status = run_script(script, argv)
     said = {"stdout": output.getvalue(), "stderr": errors.getvalue()}
     return {"status": status, "losses": losses, "norms": norms, **said}
+
+
+def undrawn(folder: Path) -> str:
+    """What a run's report says at its end, made in this process, without pictures."""
+    from megatron_dynapipe.cli import report
+    from megatron_dynapipe.report import timeline
+
+    timeline.draw = lambda panels, path: path
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        report._end_of_run(folder)
+    return said.getvalue().rstrip()
 
 
 def record_losses(

@@ -22,6 +22,7 @@ import torch._inductor.inductor_prims  # with the two below, what exporting a mo
 import torch.distributed
 import torch.export._trace
 
+import megatron_dynapipe.cli.report
 import megatron_dynapipe.modules
 import megatron_dynapipe.report.timeline
 from megatron_dynapipe import cpu

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynapipe.core.costs import ATTENTION, HEAD, MLP, IntArray
+from megatron_dynapipe.core.costs import ATTENTION, HEAD, MLP, IntArray, Rates
 from megatron_dynapipe.costing import ABSENT, LARGEST_COST, CostTables, Kind, ModelState, PipelineLayout, Quantity
-from megatron_dynapipe.costing.division import Rates
 
 GPT_KINDS: tuple[Kind, ...] = (ATTENTION, MLP, HEAD)
 STATE = ModelState(embedding_bytes=1, modules={ATTENTION: 1, MLP: 1})

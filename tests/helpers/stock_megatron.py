@@ -28,8 +28,9 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_dynapipe import cpu
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
+from megatron_dynapipe.integration.equip.built import gpt_layers, hybrid_layers
 from megatron_dynapipe.integration.hooks import optimizer_patches
-from megatron_dynapipe.integration.models.specs import CoreAttention, gpt_layers, hybrid_layers
+from megatron_dynapipe.integration.models.specs import CoreAttention
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from tests.helpers.entry_scripts import record_losses
 

@@ -94,7 +94,7 @@ for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
 
 
 CUDNN = """
-import contextlib, io, torch
+import contextlib, io, time, torch
 from megatron_dynapipe.integration.models import padded_attention
 from megatron_dynapipe.integration.models.padded_attention import attend_padded, cudnn_attention
 
@@ -118,10 +118,12 @@ def said(**changes):
     return taken is not None, text.getvalue().strip()
 
 become(counted)
+times = padded_attention.CudnnAttention.relative_time
+padded_attention.CudnnAttention.relative_time = lambda _: 0.61
 device = torch.device("cuda", torch.cuda.current_device())
 kind = {"device": device, "dtype": torch.bfloat16, "heads": (4, 2), "channels": 128, "scale": 0.1}
-assert said() == (True, "attention of padded rows, 4 heads of 128 channels: cuDNN's kernel, which is faster on"
-    " compute capability 9.0")
+WHAT = "attention of padded rows, 4 heads of 128 channels, 2 of keys: "
+assert said() == (True, WHAT + "cuDNN's kernel, which takes 0.61 of FlashAttention's time")
 assert sizes() == [(2, 4, 512, 128)]
 assert said() == (True, ""), "tried once"
 for change in ({"dtype": torch.float16}, {"channels": 64}, {"device": torch.device("cpu")}):
@@ -147,8 +149,7 @@ def refuse(*_, **__):
     raise RuntimeError("no engine for this graph\\nand more")
 
 become(refuse)
-assert said() == (False, "attention of padded rows, 4 heads of 128 channels: FlashAttention, since PyTorch refuses"
-    " cuDNN's kernel: no engine for this graph")
+assert said() == (False, WHAT + "FlashAttention, since PyTorch refuses cuDNN's kernel: no engine for this graph")
 
 def wrong(query, *others, **options):
     output, *rest = kernels._cudnn_attention(query, *others, **options)
@@ -157,6 +158,17 @@ def wrong(query, *others, **options):
 become(wrong)
 takes, line = said()
 assert not takes and "FlashAttention, since cuDNN's kernel is" in line, line
+
+def slow(*given, **options):
+    time.sleep(0.5)
+    return kernels._cudnn_attention(*given, **options)
+
+padded_attention.CudnnAttention.relative_time, padded_attention.TIMED = times, (1, 64)
+become(slow)
+state = torch.cuda.get_rng_state(device)
+takes, line = said()
+assert not takes and float(line.split("kernel takes ")[1].split()[0]) > 2, line
+assert torch.equal(state, torch.cuda.get_rng_state(device))
 """
 
 LAYERS = """
@@ -171,7 +183,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.integration.execution.iterations import IterationRunner
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.integration.models.padded_attention import CudnnAttention
 from tests.helpers.rehearsal import kernels
+
+CudnnAttention.relative_time = lambda _: 0.61
 
 parallel_state.initialize_model_parallel()
 model_parallel_cuda_manual_seed(3)

@@ -56,7 +56,7 @@ def test_what_lies_apart_is_copied(tensors):
     assert all(one.equal(other) for one, other in zip(arrived, tensors, strict=True))
 
 
-def test_a_message_is_sent_from_the_pool_and_what_made_it_is_dropped():
+def test_a_message_is_sent_from_the_pool_and_what_made_it_is_dropped(capsys):
     """Several tensors lie as one; sends that are known to be complete give their buffer to the next."""
     sent: list[list[torch.Tensor]] = []
     transport = SimpleNamespace(start_send=lambda _channel, _stage, tensors: sent.append(tensors) or JoinedWork([]))
@@ -72,7 +72,15 @@ def test_a_message_is_sent_from_the_pool_and_what_made_it_is_dropped():
     executor.register_handler(Forward, forward)
     words = [f"F{row} SEND_F{row}>2[3,5] WAIT_SEND_F{row}>2 FREE_OUTPUT{row}" for row in range(2)]
     instructions = tuple(parse_instruction(word) for word in " ".join(words).split())
-    executor.execute(StagePlan(stage=1, instructions=instructions, predicted=()))
+    plan = StagePlan(stage=1, instructions=instructions, predicted=())
+    keeps = transport.start_send
+    transport.start_send = lambda *_: JoinedWork([])
+    executor.execute(plan)
+    assert capsys.readouterr().err == ""
+    made.clear()
+    transport.start_send = keeps
+    executor.execute(plan)
+    assert "warning: messages took 2 buffers (OUTPUT) where the plan counts 1" in capsys.readouterr().err
     assert [ref() for ref in made] == [None, None]
     (whole,) = {in_place(tensors).data_ptr() for tensors in sent[:1]}
     assert in_place(sent[1]).data_ptr() != whole  # the first is still referred to here

@@ -24,7 +24,7 @@ class FakeSource:
         self.planned: list[tuple[str, int]] = []
         self.fails_at: tuple[str, int] | None = None
 
-    def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+    def entries(self, split: str, iteration: int, correction: object = None) -> Sequence[tuple[int, int, bytes]]:
         if (split, iteration) == self.fails_at:
             raise InfeasibleError("sample 17 needs 99 MB of 10 MB", hint="use a larger device")
         self.planned.append((split, iteration))
@@ -108,7 +108,7 @@ def test_as_many_iterations_are_planned_at_once_as_there_are_cores_and_published
     keys = [job.keys.plan(split="train", iteration=i, replica=0, stage=0) for i in range(6)]
 
     class Meeting(FakeSource):
-        def entries(self, split: str, iteration: int) -> Sequence[tuple[int, int, bytes]]:
+        def entries(self, split: str, iteration: int, correction: object = None) -> Sequence[tuple[int, int, bytes]]:
             met.wait(30)  # for two others, which are planned at the same time
             until(lambda: iteration % 3 == 2 or iteration + 1 in [i for _, i in self.planned])  # the last ends first
             return super().entries(split, iteration)

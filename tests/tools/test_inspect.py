@@ -8,8 +8,10 @@ import pytest
 
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling.lengths import task_ids_path
 from megatron_dynapipe.tools.inspect import dataset_statistics, length_statistics, statistics_table
+from megatron_dynapipe.tools.taught import chosen_samples, taught_samples
 from tests.data.dataset import write_dataset
 from tests.tools.prepare.test_run import text_samples
 
@@ -39,8 +41,9 @@ def test_splits_without_statistics(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"samples in the split 'valid', got 0[\s\S]*hint: it has samples in train"):
         dataset_statistics(write_dataset(tmp_path), "valid")
     np.save(task_ids_path(tmp_path, "train"), np.array([0, 1, 2, 0], np.int16))
-    with pytest.raises(DataError, match=r"manifest\.json: expected 3 tasks, got 2"):
-        dataset_statistics(tmp_path, "train")
+    for read in (dataset_statistics, chosen_samples, lambda *of: list(taught_samples(*of, ModelFamily.T5))):
+        with pytest.raises(DataError, match=r"manifest\.json: expected 3 tasks, got 2"):
+            read(tmp_path, "train")
 
 
 def test_a_table_of_many_tasks_is_sorted_and_narrow() -> None:

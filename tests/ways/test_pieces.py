@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynapipe.choosing.limits import limits
+from megatron_dynapipe.choosing.least_work import LeastWork
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.plan import _replicas
 from megatron_dynapipe.cli.show import _text
@@ -19,10 +19,14 @@ from megatron_dynapipe.core.costs import (
     EXPERT_MLP,
     HEAD,
     MLP,
+    PEAK_UNIT,
     PREFIX_UNIT,
     CostTables,
+    Division,
     IntArray,
+    Peak,
     Quantity,
+    Rates,
 )
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanningError
 from megatron_dynapipe.core.network import CUDA_RULES
@@ -38,7 +42,6 @@ from megatron_dynapipe.costing import (
     TableCostModel,
     even_layer_split,
 )
-from megatron_dynapipe.costing.division import PEAK_UNIT, Division, Peak, Rates
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_curvatures
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import decode_plan, encode
@@ -382,7 +385,8 @@ def test_samples_may_be_as_long_as_a_grid(positions) -> None:
     planner = planner_of(settings(memory_limit_bytes=80 * 10**9, **layout), costs)
     made = planner.plan(batch([positions + 1, 300]), 0)
     assert sorted({n for mb in made.replicas[0].micro_batches for n in mb.sample_ids}) == [100, 101]
-    assert 0 < limits(planner, batch([positions + 1, 300]), made).devices <= made.totals.predicted_ns
+    work = LeastWork(planner, planner.samples(batch([positions + 1, 300])))
+    assert 0 < work.everywhere(work.times()) <= made.totals.predicted_ns
 
 
 def test_a_longer_sample_is_refused_by_its_length() -> None:

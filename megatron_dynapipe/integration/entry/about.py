@@ -13,6 +13,7 @@ from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.integration.flags.machine import nodes, processor_and_cores, world_size
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 
 
 def about(run: RunConfig) -> dict[str, str]:
@@ -45,7 +46,7 @@ def about(run: RunConfig) -> dict[str, str]:
         "batch": f"{size:,} samples" if tokens is None else f"{tokens:,} tokens",
         "layout": layout,
         "machine": f"{amount(world_size(), 'rank')} on {amount(nodes(), 'node')}, {device}",
-        "optimizer": run.optimizer,
+        "optimizer": optimizer_in_words(run.checkpoints.args.optimizer),
         "versions": f"megatron-dynapipe {__version__}, megatron-core {find_version()}, torch {torch.__version__},"
         f" Python {platform.python_version()}",
         "began": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),

@@ -27,14 +27,14 @@ from megatron_dynapipe.checkout.version import found_version
 from megatron_dynapipe.core.errors import CostModelError
 from megatron_dynapipe.core.units import Recompute, amount
 from megatron_dynapipe.costing import TableCostModel
-from megatron_dynapipe.costing.check import noise
-from megatron_dynapipe.costing.format import CostFile
+from megatron_dynapipe.costing.format import CostFile, noise
 from megatron_dynapipe.files import user_cache_folder
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import is_first_rank, replace_bytes, say, warn, write_file
 from megatron_dynapipe.processes import package_path, run_guarded
+from megatron_dynapipe.report import COST_FILE
 from megatron_dynapipe.runtime.start_store import from_rank_0
 
 START_S = 120.0
@@ -43,16 +43,28 @@ _MOST_PROCESSES = 8
 _DAY_S = 86_400.0
 _SAY_S = 20.0
 """Between lines that say that layers are still being measured."""
-COST_FILE = "cost-model.json"
-"""In the folder of records: the costs that were measured for the run."""
+_LAYER_COSTS = (
+    *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
+    "dynapipe_activation",
+    *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
+    *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
+    *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
+    *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
+)
+"""Arguments that layers' costs depend on."""
 
 
-def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
+def measured_costs(run: RunConfig, args: argparse.Namespace, flags: Sequence[str]) -> Path | None:
     """`measured`, of this run's model. Call it on every rank, inside the check of `start.start_together`."""
     device = machine.processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return measured(
         ["--model", run.family.value, "--", *flags],
-        causes={**run.layer_costs, "family": run.family.value, "experts": str(run.model.experts), "device": device},
+        causes={
+            **{name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
+            "family": run.family.value,
+            "experts": str(run.model.experts),
+            "device": device,
+        },
         recompute=run.planner.recompute,
         tensor_parallel=run.planner.tensor_parallel,
         seconds=run.calibrate_s,

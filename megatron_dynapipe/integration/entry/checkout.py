@@ -81,11 +81,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     with reported():
         _check_device()
         compatibility.check_patches()
-        compatibility.check()
+        compatibility.check(builds=False)
         optimizer_patches.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
-        _flags = comparable(args, _known)
+        _flags = comparable(args)
         settle = functools.partial(command_line.settle, args, ModelFamily.GPT, _known)
         start.start_together(settle, timeout_s=args.dynapipe_timeout_s, name="flags")
         compare = functools.partial(start.compare_flags, _flags, timeout_s=args.dynapipe_timeout_s)
@@ -139,11 +139,11 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     if not args.use_dynapipe or active_run.is_active():
         return stock
     with reported():
-        from megatron_dynapipe.integration.entry import runs
+        from megatron_dynapipe.integration.entry.script import patched_run
 
         if start.ranks_stand_alone():  # no store before now
             check_same_flags(_flags, ControlGroup(timeout_s=args.dynapipe_timeout_s))
-        run = runs.patched_run(args)
+        run = patched_run(args, ModelFamily.GPT)
         active_run.activate(run)
         _originals.install(replacements.TABLE)
     for name in ("train_step", "evaluate"):

@@ -28,7 +28,7 @@ from megatron_dynapipe.core.errors import (
 )
 from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.leaving import leave_report_to_another_rank, write_error_file
-from megatron_dynapipe.integration.entry.resumed_states import other_schedule
+from megatron_dynapipe.integration.flags.checkpoints import last_iteration
 from megatron_dynapipe.outputs import unwritten
 from megatron_dynapipe.runtime.start_store import says_first
 from megatron_dynapipe.runtime.watchdog import silent_ranks
@@ -67,9 +67,6 @@ def reported() -> Iterator[None]:
 
 
 def _last_checkpoint() -> str:
-    # Imports Megatron, before which the device has to be known.
-    from megatron_dynapipe.integration.entry.resume_record import last_iteration
-
     saved = early_flags(sys.argv[1:]).save
     last = last_iteration(Path(saved)) if saved else None
     if last is None:
@@ -142,7 +139,11 @@ def _with_a_way_out(error: BaseException) -> DynaPipeError | None:
         match = re.search(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match", str(error))
         value, saved, name = match.groups() if match else ("another", "its own", "a value")
         name = name.replace("iterations", "samples")  # which its numbers are
-        return other_schedule(name, saved, value)
+        return ConfigError(
+            f"expected the checkpoint's {name}, {saved}, got {value}",
+            hint="--override-opt-param-scheduler trains on with the values of this command line (another --train-iters"
+            " or --lr), --use-checkpoint-opt-param-scheduler with the checkpoint's",
+        )
     if "router.expert_shares" in str(error):
         return ConfigError(
             "the checkpoint has no shares of experts, from which aux_loss begins: it was saved without"

@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 
 import megatron_dynapipe
+from megatron_dynapipe.choosing.layer_split import MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.costing import LayerSplit, parse_layer_split
+from megatron_dynapipe.costing import LayerSplit, even_layer_split, parse_layer_split
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded, user_cache_folder
-from megatron_dynapipe.integration.flags.layer_split import chosen_layer_split
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.service.first_batches import first_batches
 
 
 def choose_or_recall(run: RunConfig) -> tuple[LayerSplit, bool]:
@@ -56,3 +57,21 @@ def _read(path: Path) -> LayerSplit | None:
         return parse_layer_split(read_bounded(path).decode().strip(), expected="numbers of layers")
     except (OSError, UnicodeDecodeError, ConfigError):
         return None
+
+
+def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> LayerSplit:
+    """The layers per virtual stage under which the run's first iterations are predicted fastest, the same on all ranks.
+
+    Every sample of the data that fits under the even split fits under the chosen one. Without `halves` layers stay
+    whole.
+
+    Raises:
+        ConfigError: more stages than layers.
+        PlanningError: none of the iterations can be planned.
+    """
+    batches, epoch = first_batches(run.inputs)
+    planner = run.planner
+    even = even_layer_split(planner.model.layers, planner.layout.virtual_stages, halves=halves)
+    settings = planner.with_layers_per_stage(even)
+    more = MORE_CHUNKS if run.plans_chunks else ()
+    return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)

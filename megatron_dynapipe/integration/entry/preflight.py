@@ -4,6 +4,8 @@ Checked on rank 0 for all ranks, after Megatron has accepted its arguments; othe
 built, by every rank.
 """
 
+import argparse
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,17 +14,19 @@ import torch
 
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, DataError, PlanningError
-from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.data.meta import check_tokenizer, read_meta
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.entry.calibration import COST_FILE
+from megatron_dynapipe.digests import check_archives, check_digests
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.resume_record import check_resumed, record_of
 from megatron_dynapipe.integration.flags.run_config import RunConfig
+from megatron_dynapipe.integration.supply.long_samples import long_samples
 from megatron_dynapipe.outputs import LOCK_SHARE, check_replaceable, lock_folder, say
+from megatron_dynapipe.report import COST_FILE
 from megatron_dynapipe.report.starts import check_records
-from megatron_dynapipe.sampling import Sampler, read_task_ids
+from megatron_dynapipe.sampling import Sampler
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
 
@@ -97,25 +101,6 @@ def _say(lines: Iterable[str]) -> None:
         say(line)
 
 
-def long_samples(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
-    """Lines on samples of a split that are too long, and what training does without for it."""
-    report = sampler.report
-    most = sampler.settings.tokens_per_iteration
-    if report.long_samples:
-        names = read_meta(data).tasks
-        by_task = sampler.long_by_task(read_task_ids(data, split.name, report.samples)).items()
-        tasks = []
-        for task, (samples, lost) in by_task:
-            loss = f" ({amount(lost, 'target token')} lost)" if lost else ""
-            tasks.append(f"{names[task]} {samples}{loss}")
-        yield f"{report}; by task: {', '.join(tasks)}"
-    if report.over_batch:
-        yield (
-            f"{amount(report.over_batch, 'sample')} of more tokens than --tokens-per-global-batch {most}: each is an"
-            " iteration of its own"
-        )
-
-
 def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[str]:
     yield from long_samples(sampler, data, split)
     samples = sampler.settings.samples_per_iteration
@@ -141,7 +126,7 @@ def _claim_report_folder(run: RunConfig) -> None:
             f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
             hint="pass --dynapipe-report-dir DIR",
         ) from error
-    if run.rank == 0:
+    if run.checkpoints.args.rank == 0:
         wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.timeout_s * LOCK_SHARE
         lock_folder(folder, wait_s=wait_s, of="records")
     check_records(folder)
@@ -165,3 +150,23 @@ def _check_longest_samples(sampler: Sampler, inputs: PlanInputs, costs: CostMode
         planner_of(inputs.planner, costs).plan(longest, 0, forward_only=forward_only)
     except PlanningError as error:
         raise ConfigError(error.message, hint=error.hint) from error
+
+
+def check_for_all(run: RunConfig) -> None:
+    """`check_run` on the rank that checks for others, and the files that ranks are going to load."""
+    if start.checks_for_all():
+        check_run(run)
+    elif start.reports_for_all():  # a node may have a folder of records of its own
+        check_records(run.report_folder)
+    if folder := run.checkpoints.loaded():
+        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    if run.checkpoints.local_folder is not None:
+        check_archives(run.checkpoints.local_folder)
+    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
+        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
+
+
+def settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+    """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
+    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    args.full_validation = False

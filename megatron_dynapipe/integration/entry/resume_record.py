@@ -9,7 +9,7 @@ another model                  refused, unless Megatron's --finetune says so: th
 other data                     refused, unless --dynapipe-allow-other-data (or Megatron's --finetune) says so
 another layout, split          fine, and named in one line; refused by local checkpoints, each rank's own part of it
 another plan                   fine, and named in one line
-another schedule               refused, unless one of Megatron's flags says which holds: the checkpoint's or the new one
+another schedule               as Megatron has it, which refuses one unless a flag says which holds
 another kind of optimizer      refused, unless Megatron's --no-load-optim or --finetune leaves its states out
 """
 
@@ -28,18 +28,23 @@ from megatron_dynapipe.costing import LayerSplit, even_layer_split
 from megatron_dynapipe.data.identity import check_files, folder_digest
 from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.entry.resumed_states import check_states
+from megatron_dynapipe.integration.flags.checkpoints import (
+    TRACKER,
+    Checkpoints,
+    checkpoint_of,
+    last_iteration,
+    last_local,
+)
 from megatron_dynapipe.integration.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
-from megatron_dynapipe.integration.flags.trackers import RELEASE, TRACKER
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.settings import PlanInputs
 
 if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before the CPU platform is in force
-    from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+    from megatron_dynapipe.integration.flags.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
-VERSION: Final = "dynapipe-run/3"
+VERSION: Final = "dynapipe-run/4"
 _OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes")
 _OF_MODEL = "planner.model."
 """Settings of planners that repeat what `ResumeRecord.model` says."""
@@ -63,18 +68,14 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: digest of its vocabulary.
         dataset: digest of each file.
         settings: what plans are made from, layout included, and how the model is trained, field by field.
-        schedule: what learning rates and weight decay follow.
-        optimizer: its kind.
         began: the iteration from which on batches are these settings', and the place in the samples where it began.
     """
 
-    format: Literal["dynapipe-run/3"] = VERSION
+    format: Literal["dynapipe-run/4"] = VERSION
     model: dict[str, str]
     tokenizer: str
     dataset: dict[str, str]
     settings: dict[str, str]
-    schedule: dict[str, str]
-    optimizer: str
     began: tuple[int, int]
 
 
@@ -92,11 +93,9 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     }
     return ResumeRecord(
         model=model,
-        tokenizer=_tokenizer_digest(run.checkpoints.tokenizer),
+        tokenizer=_tokenizer_digest(Path(str(run.checkpoints.args.tokenizer_model))),
         dataset=files or check_files(run.data, splits, {}),
         settings=settings | training,
-        schedule=dict(run.checkpoints.schedule),
-        optimizer=run.checkpoints.optimizer,
         began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
     )
 
@@ -147,15 +146,10 @@ class CheckpointRecords:
     def _last_save(self) -> int | None:
         """The time, or the iteration, of Megatron's last complete checkpoint; None if there is none."""
         if self._is_local:
-            return _last_local(self._folder)
+            return last_local(self._folder)
         with suppress(OSError):
             return (self._folder / TRACKER).stat().st_mtime_ns
         return None
-
-
-def _last_local(folder: Path) -> int | None:
-    """The iteration of a rank's last local checkpoint, which Megatron names; None where there is none."""
-    return max((int(path.name[5:12]) for path in folder.glob(f"iter_???????_{folder.name}_local.pt")), default=None)
 
 
 def _write_digests(folder: Path) -> None:
@@ -177,63 +171,14 @@ def checkpoint_records(run: "RunConfig", inputs: PlanInputs) -> list[CheckpointR
     return [*lasting, *([] if local is None else [CheckpointRecords(local, record, local=True)])]
 
 
-def checkpoint_of(checkpoints: Path, iteration: int | None) -> Path | None:
-    """The folder of the checkpoint of an iteration; None where there is none."""
-    return None if iteration is None else checkpoints / f"iter_{iteration:07d}"
-
-
-def last_iteration(checkpoints: Path, tracker: str = TRACKER) -> int | None:
-    """The iteration in a folder's tracker; None where there is no checkpoint, or a release, which is no run's."""
-    try:
-        return int(read_bounded(checkpoints / tracker, most_bytes=100))
-    except (OSError, ValueError):
-        return None
-
-
-def newest(checkpoints: Path) -> Path | None:
-    """The checkpoint that a folder's tracker names, which may be a release; None where it names none."""
-    last = last_iteration(checkpoints)
-    if last is not None:
-        return checkpoint_of(checkpoints, last)
-    with suppress(OSError):
-        if read_bounded(checkpoints / TRACKER, most_bytes=100).strip() == RELEASE.encode():
-            return checkpoints / RELEASE
-    return None
-
-
-def loaded(checkpoints: "CheckpointConfig") -> Path | None:
-    """The folder of the checkpoint whose weights Megatron is going to load: to go on from, or to begin from."""
-    if (folder := resumed(checkpoints)) is not None:
-        return folder
-    folders = [folder for folder in (checkpoints.load, checkpoints.pretrained) if folder is not None]
-    return next((checkpoint for folder in folders if (checkpoint := newest(folder)) is not None), None)
-
-
-def resumed(checkpoints: "CheckpointConfig") -> Path | None:
-    """The folder of the checkpoint that Megatron is going to go on from; None if there is none."""
-    folder = checkpoints.load
-    step = checkpoints.step
-    local = checkpoints.local_folder
-    if folder is None:
-        return None
-    other = checkpoints.emergency_folder(folder)
-    last = None if other is None else last_iteration(other)
-    lasting = step or last_iteration(folder)
-    if local is not None and (here := _last_local(local)) is not None and here >= (lasting or 0):
-        return local
-    if other is not None and last is not None and last >= (lasting or 0):
-        return checkpoint_of(other, last)
-    return checkpoint_of(folder, lasting)
-
-
-def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> LayerSplit | None:
+def split_to_keep(checkpoints: Checkpoints, layers: int, stages: int) -> LayerSplit | None:
     """The layers per stage in which the checkpoint to go on from has to be loaded; None where any will do.
 
     Raises:
         ConfigError: the checkpoint's record cannot be read.
     """
-    folder = resumed(checkpoints)
-    if not checkpoints.one_layout or folder is None or not folder.is_dir():
+    folder = checkpoints.resumed()
+    if not checkpoints.load_in_one_layout or folder is None or not folder.is_dir():
         return None
     even = even_layer_split(layers, stages)
     record = read_record(folder / NAME)
@@ -245,7 +190,7 @@ def split_to_keep(checkpoints: "CheckpointConfig", layers: int, stages: int) -> 
     return even
 
 
-def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str | None:
+def check_resumed(checkpoints: Checkpoints, record: ResumeRecord) -> str | None:
     """Compare a run with the checkpoint that it resumes; what to tell the user, if anything.
 
     Raises:
@@ -253,7 +198,7 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
             its record cannot be read.
         DataError: it was trained on other data.
     """
-    folder = resumed(checkpoints)
+    folder = checkpoints.resumed()
     if folder is None or not folder.is_dir():
         return None
     saved = read_record(folder / NAME)
@@ -263,7 +208,7 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
     of_weights = set(OF_WEIGHTS)
     if "hybrid_layer_pattern" in record.model.keys() - saved.model.keys():
         of_weights -= GPT_TO_HYBRID  # Megatron compares the layers when it loads a GPT's
-    refused = {name: text for name, text in model.items() if not checkpoints.finetunes or name in of_weights}
+    refused = {name: text for name, text in model.items() if not checkpoints.args.finetune or name in of_weights}
     refused |= _differences({"tokenizer": saved.tokenizer}, {"tokenizer": record.tokenizer})
     if refused:
         raise ConfigError(
@@ -281,14 +226,38 @@ def check_resumed(checkpoints: "CheckpointConfig", record: ResumeRecord) -> str 
         )
     shared = saved.dataset.keys() & record.dataset.keys()  # evaluations may have been turned on or off
     data = _differences(*({name: files[name] for name in shared} for files in (saved.dataset, record.dataset)))
-    if data and not checkpoints.allows_other_data:
+    if data and not (checkpoints.args.dynapipe_allow_other_data or checkpoints.args.finetune):
         raise DataError(
             f"expected the data that the checkpoint {folder} was trained on, got {named(data.values())}",
             hint="give --dynapipe-data that dataset, or pass --dynapipe-allow-other-data to go on with this one",
         )
-    check_states(checkpoints, folder, saved=saved, record=record)
+    if checkpoints.loads_optimizer:
+        _check_optimizer(folder, saved.settings, record.settings)
     differences = model | data | _differences(saved.settings, record.settings)
     return f"resuming {folder} with other settings: {named(differences.values())}" if differences else None
+
+
+def _check_optimizer(folder: Path, saved: Mapping[str, str], settings: Mapping[str, str]) -> None:
+    """Refuse an optimizer whose states the checkpoint has not: Megatron would end with a traceback among their names.
+
+    One of half precision has parameters of its own beside the model's.
+    """
+    kinds = []
+    for each in (saved, settings):
+        half = "True" in (each.get("bf16"), each.get("fp16"))
+        kinds.append(
+            {
+                "--use-distributed-optimizer": each.get("planner.distributed_optimizer", "false"),
+                "--optimizer": each.get("optimizer", "adam"),
+                "parameters": "of half precision" if half else "in fp32",
+            }
+        )
+    if differences := _differences(*kinds):
+        raise ConfigError(
+            f"expected the optimizer whose states {folder} holds, got {named(differences.values())}",
+            hint="resume with the flags that it was trained with; --no-load-optim resumes the weights alone: the"
+            " optimizer starts with empty states",
+        )
 
 
 def read_record(path: Path) -> ResumeRecord | None:

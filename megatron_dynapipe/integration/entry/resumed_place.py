@@ -10,7 +10,7 @@ import argparse
 
 import msgspec
 
-from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord, read_record, resumed
+from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord, read_record
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.active_run import counters
 from megatron_dynapipe.sampling import LastBatch, SamplerSettings
@@ -40,7 +40,7 @@ def resumed_inputs(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
 
 def _place(run: RunConfig, *, iteration: int, consumed: int) -> int:
     """The place in the stream of samples: as many as were consumed, and with DROP those that were left out, too."""
-    folder = resumed(run.checkpoints)
+    folder = run.checkpoints.resumed()
     record = None if folder is None or not iteration else read_record(folder / NAME)
     saved = None if record is None else _sampler_of(record)
     sampler = saved or run.sampler

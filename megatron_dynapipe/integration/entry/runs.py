@@ -4,12 +4,10 @@ import argparse
 import contextlib
 import copy
 import functools
-import os
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from megatron.core.enums import ModelType
@@ -20,25 +18,24 @@ from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import LayerSplit, parse_layer_split
-from megatron_dynapipe.digests import check_archives, check_digests
 from megatron_dynapipe.integration.entry import calibration, start
 from megatron_dynapipe.integration.entry.failure import process_groups
 from megatron_dynapipe.integration.entry.kept_splits import choose_or_recall
-from megatron_dynapipe.integration.entry.preflight import check_data, check_run
+from megatron_dynapipe.integration.entry.preflight import check_data, check_for_all, settle_evaluations
 from megatron_dynapipe.integration.entry.required import check_required
-from megatron_dynapipe.integration.entry.resume_record import loaded, resumed, split_to_keep
-from megatron_dynapipe.integration.entry.script import Checkout, Script, ScriptRun
+from megatron_dynapipe.integration.entry.resume_record import split_to_keep
+from megatron_dynapipe.integration.entry.script import Script, ScriptRun
 from megatron_dynapipe.integration.equip.built import decoder_only, t5_provider
 from megatron_dynapipe.integration.execution.step_functions import STEPS
-from megatron_dynapipe.integration.flags import command_line, from_megatron
+from megatron_dynapipe.integration.flags import command_line
 from megatron_dynapipe.integration.flags.layer_split import set_stages
 from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks import replacements
 from megatron_dynapipe.integration.models.t5_stage import embedding_ranks
 from megatron_dynapipe.integration.run.start_clock import StartClock
 from megatron_dynapipe.integration.supply.same_flags import check_same_flags, comparable
-from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, say
-from megatron_dynapipe.report.starts import check_records
+from megatron_dynapipe.outputs import say
+from megatron_dynapipe.report import COST_FILE
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.start_store import from_rank_0
 
@@ -47,7 +44,7 @@ _SETTLED = ("padded_vocab_size", "local_rank", "dynapipe_cost_model")
 
 
 @contextlib.contextmanager
-def planned(family: ModelFamily, fit: command_line.Fit | None = None) -> Iterator[dict[str, Any]]:
+def planned(family: ModelFamily | str, fit: command_line.Fit | None = None) -> Iterator[dict[str, Any]]:
     """For the length of a block, Megatron's `pretrain` runs planned iterations of what the command line says.
 
     Args:
@@ -60,7 +57,7 @@ def planned(family: ModelFamily, fit: command_line.Fit | None = None) -> Iterato
     Raises:
         ConfigError, DataError: something is wrong with the flags or the data.
     """
-    run, arguments = planned_run(family, fit)
+    run, arguments = planned_run(ModelFamily(family), fit)
     with process_groups(), run, replacements.installed(run):
         yield arguments
         run.print_report()
@@ -133,7 +130,7 @@ def _checked(
     unchecked: list[tuple[argparse.Namespace, Sequence[argparse.Action]]] = []
 
     def noting(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-        flags.update(comparable(args, known))
+        flags.update(comparable(args))
         if fit is not None:
             fit(args, family, known)
         unchecked.append((copy.deepcopy(args), known))
@@ -177,7 +174,7 @@ def _settled(
     measured = None
     if run.calibrate_s > 0:
         from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
-        measured = calibration.measured_costs(run, words)
+        measured = calibration.measured_costs(run, args, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
         run = calibration.with_measured_costs(run, args)
@@ -188,20 +185,14 @@ def _settled(
         if run.planner.chunks != chunks:  # of several Megatron checks and settles more
             set_chunks(run.planner.chunks)
     clock.ends("layer split")
-    if (folder := resumed(run.checkpoints)) and folder.is_dir():
+    if (folder := run.checkpoints.resumed()) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
-    _preflight(run)
-    _settle_evaluations(args, run)
-    if measured is not None and run.rank == 0 and measured.parent != run.report_folder.absolute():
-        shutil.copyfile(measured, run.report_folder / calibration.COST_FILE)
+    check_for_all(run)
+    settle_evaluations(args, run)
+    if measured is not None and args.rank == 0 and measured.parent != run.report_folder.absolute():
+        shutil.copyfile(measured, run.report_folder / COST_FILE)
     clock.ends("checks of data and memory")
     return run
-
-
-def _settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
-    """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
-    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
-    args.full_validation = False
 
 
 def _data_checked(run: RunConfig) -> str:
@@ -214,19 +205,6 @@ def _kept_split(run: RunConfig) -> LayerSplit | None:
     """The layers per stage of the checkpoint to go on from, where it loads in no others."""
     stages = run.planner.pipeline_parallel if run.plans_chunks else run.planner.layout.virtual_stages
     return split_to_keep(run.checkpoints, run.planner.model.layers, stages)
-
-
-def _preflight(run: RunConfig) -> None:
-    if start.checks_for_all():
-        check_run(run)
-    elif start.reports_for_all():  # a node may have a folder of records of its own
-        check_records(run.report_folder)
-    if folder := loaded(run.checkpoints):
-        check_digests(folder, rank=run.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    if run.checkpoints.local_folder is not None:
-        check_archives(run.checkpoints.local_folder)
-    if run.rank == 0 and run.checkpoints.save is not None:
-        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
 
 
 def _planned_layer_split(run: RunConfig) -> LayerSplit:
@@ -244,11 +222,3 @@ def _planned_layer_split(run: RunConfig) -> LayerSplit:
 
     layer_split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
     return parse_layer_split(layer_split, expected="numbers of layers")
-
-
-def patched_run(args: argparse.Namespace) -> ScriptRun:
-    """The run under a patched checkout's own `pretrain_gpt.py`; raises ConfigError."""
-    config = from_megatron.run_config(args, ModelFamily.GPT)
-    start.start_together(partial(_preflight, config), timeout_s=config.timeout_s)
-    _settle_evaluations(args, config)
-    return ScriptRun(Checkout(config, args))

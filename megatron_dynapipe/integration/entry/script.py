@@ -12,15 +12,19 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_dynapipe.core.plan import Event
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.integration.entry import start
 from megatron_dynapipe.integration.entry.about import about
+from megatron_dynapipe.integration.entry.preflight import check_for_all, settle_evaluations
 from megatron_dynapipe.integration.entry.resume_record import CheckpointRecords, checkpoint_records
 from megatron_dynapipe.integration.entry.resumed_place import resumed_inputs
 from megatron_dynapipe.integration.equip.labels import for_all_positions
 from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch, ForwardStep
 from megatron_dynapipe.integration.execution.step_functions import MakeBatch, check_losses, gpt_batch
 from megatron_dynapipe.integration.execution.task_losses import with_task_sums
+from megatron_dynapipe.integration.flags import from_megatron
 from megatron_dynapipe.integration.flags.run_config import RunConfig, label_flops
 from megatron_dynapipe.integration.hooks.metrics import count_flops, write_metrics, write_task_losses
 from megatron_dynapipe.integration.run.host import Host
@@ -51,8 +55,9 @@ class Script(Host):
         self.dtype = config.model.state_dtype
         self.weights_dtype = config.model.dtype
         self.seed = config.sampler.seed
-        self.log_interval = config.log_interval
-        self.reserves_all_memory = config.reserves_all_memory
+        self.log_interval = args.log_interval
+        self.reserves_all_memory = args.dynapipe_reserve_all_memory
+        self.corrects = args.dynapipe_correct == "on"
         self.flops_of_label = label_flops(config.planner, config.shape)
         self._args = args
         self._records: Sequence[CheckpointRecords] = ()
@@ -98,7 +103,7 @@ class Script(Host):
 
     def check(self, losses: Sequence[dict[str, Tensor]]) -> None:
         """As Megatron's own step functions check losses."""
-        if self.config.checks_losses:
+        if self._args.check_for_nan_in_loss_and_grad:
             check_losses(losses)
 
     def count_lengths(self, item: PlannedIteration) -> bool:
@@ -107,7 +112,7 @@ class Script(Host):
 
     def write_metrics(self, item: PlannedIteration, events: Sequence[Event]) -> None:
         """To Megatron's TensorBoard and Weights & Biases."""
-        write_metrics(item, events, platform=platform_of(self.device), interval=self.config.metrics_interval)
+        write_metrics(item, events, platform=platform_of(self.device), interval=self._args.tensorboard_log_interval)
 
     def write_task_losses(self, losses: Mapping[str, float], iteration: int) -> None:
         """Likewise."""
@@ -186,3 +191,11 @@ class ScriptRun(Run):
         return self.items(self.iterators)
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
+
+
+def patched_run(args: argparse.Namespace, family: ModelFamily) -> ScriptRun:
+    """The run under a patched checkout's own script; raises ConfigError."""
+    config = from_megatron.run_config(args, family)
+    start.start_together(partial(check_for_all, config), timeout_s=config.timeout_s)
+    settle_evaluations(args, config)
+    return ScriptRun(Checkout(config, args))

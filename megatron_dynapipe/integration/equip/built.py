@@ -4,12 +4,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from torch import nn
 
 from megatron_dynapipe.core.units import ModelFamily
@@ -18,7 +26,16 @@ from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.integration.equip.experts import equip_experts
 from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves
 from megatron_dynapipe.integration.models.config import ModelConfig
-from megatron_dynapipe.integration.models.specs import gpt_layers, hybrid_layers
+from megatron_dynapipe.integration.models.hybrid import PlannedHybridStack
+from megatron_dynapipe.integration.models.specs import (
+    ATTENTION,
+    MLP,
+    CoreAttention,
+    TENorm,
+    run_classes,
+    with_classes,
+    without,
+)
 from megatron_dynapipe.integration.models.t5_stage import T5Stage, share_weights
 
 ModelProvider = Callable[..., Any]
@@ -73,6 +90,34 @@ def built_stages(model: ModelConfig, layout: PipelineLayout | None = None) -> li
         provide = t5_provider(model, layout)
         return [provide(vp_stage=chunk) for chunk in range(layout.chunks)]
     return built_chunks(decoder_only(model, layout))
+
+
+def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention: CoreAttention) -> Any:
+    """Megatron's choice of a stage's layers, with the run's classes."""
+    chosen = with_classes(default_layer_spec(config, vp_stage), run_classes(config.transformer, attention))
+    if config.transformer.transformer_impl != "local" or isinstance(chosen, TransformerBlockSubmodules):
+        return chosen
+    # Megatron would choose a final norm besides, whichever its installation has.
+    layers = [chosen] * get_num_layers_to_build(config.transformer, vp_stage)
+    return TransformerBlockSubmodules(layers, layer_norm=chosen.submodules.input_layernorm)
+
+
+def hybrid_layers(config: TransformerConfig, attention: CoreAttention) -> ModuleSpec:
+    """A HybridModel's modules, from a GPT's layers: Megatron has Transformer Engine's alone, without q/k norms."""
+    engine = config.transformer_impl != "local"
+    build = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
+    build = partial(build, qk_layernorm=config.qk_layernorm)
+    if not engine:
+        build = partial(build, normalization=config.normalization)
+    classes = run_classes(config, attention)
+    dense: Any = with_classes(build(), classes)
+    layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
+    if experts := config.num_moe_experts:
+        sparse = with_classes(build(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm), classes)
+        # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
+        layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
+    norm = {"norm": TENorm if engine else dense.submodules.input_layernorm}
+    return ModuleSpec(module=PlannedHybridStack, params=norm, submodules=HybridStackSubmodules(**layers))
 
 
 def _with_experts(chunks: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
+from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Instruction
 from megatron_dynapipe.core.plan import StagePlan
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.equip.experts import forget_iteration
@@ -27,6 +27,9 @@ from megatron_dynapipe.integration.execution.megatron_stage import (
 )
 from megatron_dynapipe.integration.hooks.timers import without_timers
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
+
+MakeStage = Callable[..., MegatronStage]
+"""Makes a stage from the functions to call around its passes."""
 
 
 def run_iteration(
@@ -59,10 +62,34 @@ def run_iteration(
         divides_apart: one replica may end a chunk's backward passes by a second half where another does not.
     """
     is_last = runner.stage == runner.stages - 1
-    divided = {(i.micro_batch, i.chunk) for i in plan.instructions if isinstance(i, BackwardInput)}
-    make_stage = partial(MegatronStage, models, forward_step, load, is_last=is_last, prepare=prepare, divided=divided)
+    make_stage = partial(MegatronStage, models, forward_step, load, plan.instructions, is_last=is_last, prepare=prepare)
     if not forward_only:
         runner.warm_up(lambda: _before_first_list(warm_up, runner, plan, models, make_stage))
+    totals, stage = run_passes(
+        runner,
+        plan,
+        models,
+        make_stage,
+        forward_only=forward_only,
+        force_all_reduce=force_all_reduce,
+        has_idle_replica=has_idle_replica,
+        divides_apart=divides_apart,
+    )
+    return totals, stage.reports(), stage.labels
+
+
+def run_passes(
+    runner: StepRunner,
+    plan: StagePlan,
+    models: Sequence[torch.nn.Module],
+    make_stage: MakeStage,
+    *,
+    forward_only: bool,
+    force_all_reduce: bool,
+    has_idle_replica: bool = False,
+    divides_apart: bool = False,
+) -> tuple[StepTotals, MegatronStage]:
+    """Run a plan as `run_iteration`, with nothing before it: totals, and the stage that has run."""
     config = get_model_config(models[0])
     reduction = _GradientReduction(
         config,
@@ -88,7 +115,7 @@ def run_iteration(
         finish=lambda _: stage.finalize(force_all_reduce=force_all_reduce),
     )
     with _timed(config.timers, "forward-backward", barrier=config.barrier_with_L1_time):
-        return runner.run(step), stage.reports(), stage.labels
+        return runner.run(step), stage
 
 
 def _have_experts_apart(models: Sequence[Any]) -> bool:
@@ -105,7 +132,7 @@ def _before_first_list(
     runner: StepRunner,
     plan: StagePlan,
     models: Sequence[Any],
-    make_stage: Callable[[], MegatronStage],
+    make_stage: MakeStage,
 ) -> None:
     """Warm up, then run the list without the other stages: so its shapes, cut rows and halves have been run before any
     receive is pending, for cuBLAS loads kernels by shape. Nothing of it is left, its gradients neither.

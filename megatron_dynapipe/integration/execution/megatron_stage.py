@@ -11,8 +11,8 @@ import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Pass
-from megatron_dynapipe.integration.equip.equipped import equip
+from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Pass
+from megatron_dynapipe.integration.equip.equipped import Equipped, equip
 from megatron_dynapipe.integration.equip.experts import finish_iteration
 from megatron_dynapipe.integration.equip.told import NOTHING, Told
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
@@ -40,13 +40,17 @@ class MegatronStage:
             (`hooks.timers`).
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
+        instructions: of the list that runs, which say how many micro-batches there are, by which Megatron divides a
+            loss that is not one per token, and which backward passes run in halves.
         is_last: whether this rank's last chunk ends the pipeline.
+        equips: whether the models are given what planned rows, pieces and halves need; a step function with batches of
+            its own needs none of it, and gets back what its loss function reports as it is.
+        collect_non_loss_data: as Megatron's schedule functions take it.
         prepare: called with each pass before it runs (`MicroBatchContext.begin`).
         before_forward: called with each forward pass before it runs (gathers of parameters).
         before_backward: called with each whole backward pass before it runs (overlapped gradient reduction).
         during_weights: called with each second half of a divided one before it runs; what it gives is called after each
             weight with those still to come. `after_weights` is called after it.
-        divided: (micro-batch, chunk) of the backward passes that run in halves.
 
     Attributes:
         labels: of the global batch, once Megatron's finalisation has counted them; else None.
@@ -57,27 +61,32 @@ class MegatronStage:
         models: Sequence[torch.nn.Module],
         forward_step: ForwardStep,
         load: LoadMicroBatch,
+        instructions: Sequence[Instruction] = (),
         *,
         is_last: bool,
+        equips: bool = True,
+        collect_non_loss_data: bool = False,
         prepare: PrepareMicroBatch = lambda _: None,
         before_forward: Callable[[Forward], None] = lambda _: None,
         before_backward: Callable[[Backward], None] = lambda _: None,
         during_weights: Callable[[BackwardWeight], WeightDone | None] = lambda _: None,
         after_weights: Callable[[BackwardWeight], None] = lambda _: None,
-        divided: Collection[tuple[int, int]] = (),
     ) -> None:
         self.load = load
         self._models = models
         self._config = get_model_config(models[0])
         self._forward_step = forward_step
         self._is_last = is_last
+        self._micro_batches = max(len({i.micro_batch for i in instructions if isinstance(i, Forward)}), 1)
+        self._equips = equips
+        self._collects = collect_non_loss_data
         self._prepare = prepare
         self._before_forward = before_forward
         self._before_backward = before_backward
         self._during_weights = during_weights
         self._after_weights = after_weights
-        self._divided = divided
-        self._equipped = equip(models)
+        self._divided = {(i.micro_batch, i.chunk) for i in instructions if isinstance(i, BackwardInput)}
+        self._equipped = equip(models) if equips else Equipped(())
         self._halves = self._equipped.halves
         self._halves.clear()
         self._told: dict[int, Told] = {}  # by micro-batch, for its backward passes
@@ -128,8 +137,8 @@ class MegatronStage:
             loss_function,
             config,
             vp_stage=getattr(model, "vp_stage", None),
-            collect_non_loss_data=False,
-            num_microbatches=1,  # unused: the loss is a sum over tokens
+            collect_non_loss_data=self._collects,
+            num_microbatches=self._micro_batches,
             forward_data_store=self._losses,
             cp_group_size=self._groups.cp.size(),
             is_last_stage=is_last,
@@ -165,15 +174,16 @@ class MegatronStage:
                 force_all_reduce=force_all_reduce,
             )
             reduce_shared_gradients(self._models)
-            finish_iteration(self._models, self._groups)
+            if self._equips:
+                finish_iteration(self._models, self._groups)
 
     def reports(self) -> list[dict[str, torch.Tensor]]:
-        """The loss function's report of each micro-batch, on the last stage.
+        """The loss function's report of each micro-batch, on the last stage, in the order of its forward passes.
 
         Megatron's loop reduces them over the replicas, so one without micro-batches must not be missing, and divides
         their sums: of a batch without labels the loss is 0, by a number that is not.
         """
-        if not self._is_last:
+        if not (self._is_last and self._equips):
             return self._losses
         first, *others = self._losses or [{LOSS_NAME: torch.zeros(2, device=self._device)}]
         if self.labels is not None:

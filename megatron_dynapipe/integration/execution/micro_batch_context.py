@@ -19,7 +19,7 @@ from torch import nn
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.integration.equip.experts import begin_pass, gatherers_of
-from megatron_dynapipe.integration.flags.checks import RECOMPUTE_MODULES
+from megatron_dynapipe.integration.flags.refusals import RECOMPUTE_MODULES
 from megatron_dynapipe.integration.models.hybrid import STACKS
 
 _TENSOR_PARALLEL_STATE = "model-parallel-rng"

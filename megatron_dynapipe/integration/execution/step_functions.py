@@ -26,17 +26,21 @@ from megatron_dynapipe.integration.execution.task_losses import BY_TASK, sums_by
 from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, attention_row, self_row
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
-from megatron_dynapipe.integration.models.t5_stage import T5Stage
 
 MakeBatch = Callable[[HostMicroBatch, torch.device], DeviceBatch]
 """Makes what a step function takes from host tensors."""
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
+def _is_of_t5(chunk: torch.nn.Module) -> bool:
+    """Whether a chunk is a stage of a T5, which says what modules it has."""
+    return hasattr(chunk, "stage_modules")
+
+
 def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
     """The tensors of a micro-batch that a rank's model chunks read."""
     chunks = unwrap_model(list(models))
-    if stages := [chunk.stage_modules for chunk in chunks if isinstance(chunk, T5Stage)]:
+    if stages := [chunk.stage_modules for chunk in chunks if _is_of_t5(chunk)]:
         return RequiredFields(
             tokens=any(stage.starts_encoder for stage in stages),
             decoder_tokens=any(stage.starts_decoder for stage in stages),
@@ -51,7 +55,7 @@ def required_fields(models: Sequence[torch.nn.Module]) -> RequiredFields:
 
 def batch_maker(models: Sequence[torch.nn.Module]) -> MakeBatch:
     """The function that makes batches for a rank's model chunks."""
-    if any(isinstance(chunk, T5Stage) for chunk in unwrap_model(list(models))):
+    if any(map(_is_of_t5, unwrap_model(list(models)))):
         return partial(t5_batch, engine=has_engine_attention(models))
     return partial(gpt_batch, explicit_mask=takes_mask(models))
 

@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dynapipe.choosing.planners import links_of
+from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import ScatterGather
+from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime import (
     HostStagedTransport,
     ScatterGatherTransport,
@@ -30,6 +31,7 @@ def open_runner(
     dtype: torch.dtype,
     timeout_s: float,
     adds_up: bool,
+    through_host: bool = False,
 ) -> StepRunner:
     """Make the process groups of all pipelines, and the runner of this rank's steps. Every rank calls it at one point.
 
@@ -43,16 +45,20 @@ def open_runner(
         dtype: of the tensors that cross stage boundaries.
         timeout_s: deadline of every transfer.
         adds_up: steps sum losses over all ranks; Megatron's loop does it by itself.
+        through_host: messages go through the host, so that nothing is pending on a device while a pass waits for it.
 
     Raises:
         ConfigError: messages are to be divided, but go through the host.
     """
-    staged = share_a_device(control, device)
+    shared = share_a_device(control, device)
+    staged = shared or through_host
     groups = connect(control, chunks=settings.chunks, device=device, timeout_s=timeout_s, staged=staged)
     stage = groups.ranks.index(control.rank)
     wire = TorchTransport(groups.channels, groups.ranks, deadline_s=timeout_s)
-    if staged:
+    if shared:
         transport: Transport = _through_the_host(control, settings, wire)
+    elif staged:
+        transport = HostStagedTransport(wire)
     else:
         transport = _sharded(control, settings, wire, stage=stage, device=device, timeout_s=timeout_s)
     return step_runner(
@@ -73,7 +79,7 @@ def _through_the_host(control: ControlGroup, settings: PlannerSettings, wire: Tr
             "ranks share a GPU, so that messages go through the host: they cannot be divided there",
             hint="leave scatter-gather at auto or off, or give every rank a GPU of its own",
         )
-    _say(control, "ranks share a GPU: messages between stages go through the host, which NCCL would not do")
+    say("ranks share a GPU: messages between stages go through the host, which NCCL would not do")
     return HostStagedTransport(wire)
 
 
@@ -93,7 +99,7 @@ def _sharded(
     group = tensor_group(control, device=device, timeout_s=timeout_s)
     size = parallel_state.get_tensor_model_parallel_world_size()
     which = "where that is faster" if settings.scatter_gather is ScatterGather.AUTO else "all of them"
-    _say(control, f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
+    say(f"messages between stages are divided over {size} tensor-parallel ranks, {which}")
     return ScatterGatherTransport(wire, group, stage=stage, is_sharded=links.is_sharded)
 
 
@@ -135,8 +141,3 @@ def share_a_device(control: ControlGroup, device: torch.device) -> bool:
     identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
     identities = control.gather(torch.tensor(list(identity.bytes), dtype=torch.uint8))
     return len({tuple(identity.tolist()) for identity in identities}) < len(identities)
-
-
-def _say(control: ControlGroup, message: str) -> None:
-    if dist.get_world_size() > 1 and control.rank == 0:
-        print(message, flush=True)

@@ -67,17 +67,22 @@ def batch_layouts(args: argparse.Namespace, *, on_cpu: bool) -> Layouts:
 
 def core_attention(args: argparse.Namespace) -> CoreAttention:
     """The core attention that a run's layers have: Transformer Engine's where ours lacks what the model asks for."""
-    special = (
-        getattr(args, "window_size", None) is not None,
-        getattr(args, "softmax_type", "vanilla") != "vanilla",
-        bool(args.multi_latent_attention),
-        bool(args.use_dynapipe),  # a patched checkout builds its layers itself
-    )
-    if args.transformer_impl != "local" and any(special):
+    # A patched checkout builds its layers itself.
+    if args.transformer_impl != "local" and (_special_attention(args) or args.use_dynapipe):
         return CoreAttention.MEGATRON
     if args.dynapipe_attention == "auto":
         return CoreAttention.ENGINE if HAVE_TRANSFORMER_ENGINE else CoreAttention.SDPA
     return CoreAttention(args.dynapipe_attention)
+
+
+def _special_attention(args: argparse.Namespace) -> str:
+    """What of the model's attention ours lacks."""
+    parts = (
+        (getattr(args, "window_size", None) is not None, "windows"),
+        (getattr(args, "softmax_type", "vanilla") != "vanilla", "sinks"),
+        (bool(getattr(args, "multi_latent_attention", False)), "latent keys"),
+    )
+    return first_reason(parts)
 
 
 def _engine_attention(args: argparse.Namespace) -> bool:
@@ -184,10 +189,14 @@ def _packs_slowly(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[b
     engine = _engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
+    special = _special_attention(args)
     biased = kernel and args.position_embedding_type == "relative"
     return (
         (engine and not _is_half(args), "Transformer Engine's attention over packed rows is for fp16 and bf16"),
-        (engine, f"Transformer Engine's attention over packed rows has not been run yet; {FLAG} packed takes it"),
+        (
+            engine and bool(special),
+            f"Transformer Engine's attention with {special} over packed rows has not been run; {FLAG} packed takes it",
+        ),
         (kernel and not _is_half(args), "PyTorch's attention over packed rows is for fp16 and bf16"),
         (
             kernel and torch.cuda.get_device_capability() < LEAST_CAPABILITY,

@@ -16,13 +16,10 @@ from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute
 from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.costing.pattern import EXPERTS, kinds_of_pattern
 from megatron_dynapipe.integration.flags import machine, refusals
-from megatron_dynapipe.integration.flags.trackers import TRACKER, check_trackers
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER, check_trackers
 from megatron_dynapipe.integration.models.positions import T5_POSITIONS
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
-
-RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
-"""Values of Megatron's `--recompute-modules` that can be switched for each micro-batch."""
 
 
 def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
@@ -96,12 +93,12 @@ def _model_refusals(args: argparse.Namespace, family: ModelFamily) -> Iterator[t
         "--multi-latent-attention",
         "the heads of Megatron's local attention have one size; --dynapipe-attention sdpa has both",
     )
-    fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in RECOMPUTE_MODULES]
+    fixed = [name for name in getattr(args, "recompute_modules", None) or () if name not in refusals.RECOMPUTE_MODULES]
     yield (
         bool(fixed),
         f"--recompute-modules {' '.join(fixed)}",
         "plans choose recomputation for each micro-batch, and after a model is built only"
-        f" {', '.join(RECOMPUTE_MODULES)} can be switched",
+        f" {', '.join(refusals.RECOMPUTE_MODULES)} can be switched",
     )
     for name in ("squared_relu", "quick_geglu"):
         other = f"--{name.replace('_', '-')}"

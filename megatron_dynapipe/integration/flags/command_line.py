@@ -200,6 +200,13 @@ def _add_run_flags(add: Callable[..., Any]) -> None:
         help="cores of each node that plan, an iteration each, or auto for those that ranks leave: all but two for each"
         " (default: one core for all nodes)",
     )
+    add(
+        "--dynapipe-correct",
+        choices=("on", "off"),
+        default="on",
+        help="whether plans follow how long passes take on this run's devices, agreed on every 16 iterations; with off"
+        " they depend on the cost model alone, and a run can be repeated bit for bit",
+    )
     deadline = "deadline of every wait (default %(default).0f)"
     add("--dynapipe-timeout-s", type=above_zero, default=EARLY_FLAGS["dynapipe_timeout_s"], metavar="S", help=deadline)
     add(

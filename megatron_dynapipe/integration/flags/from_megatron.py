@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,10 +36,10 @@ from megatron_dynapipe.integration.flags.batch_layout import (
     slices,
     split_backward,
 )
+from megatron_dynapipe.integration.flags.checkpoints import Checkpoints
 from megatron_dynapipe.integration.flags.checks import maximum_lengths, recompute_modes
-from megatron_dynapipe.integration.flags.model_record import model_fields, schedule_fields, training_fields
 from megatron_dynapipe.integration.flags.planning_flags import AUTO
-from megatron_dynapipe.integration.flags.run_config import CheckpointConfig, RunConfig
+from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes, expert_ranks
 from megatron_dynapipe.integration.models.positions import Positions
@@ -50,15 +49,6 @@ from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store import find_address
 
-_LAYER_COSTS = (
-    *("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups", "swiglu"),
-    "dynapipe_activation",
-    *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
-    *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
-    *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
-    *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
-)
-"""Arguments that layers' costs depend on."""
 _FIRST_BATCHES = 16
 """Batches by tokens whose mean number of samples stands for all."""
 
@@ -93,9 +83,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         ),
         files=read_meta(args.dynapipe_data).files,
         state=state_bytes(args),
-        checkpoints=_checkpoints(args, model),
-        in_checkout=args.use_dynapipe,
-        rank=args.rank,
+        checkpoints=Checkpoints(args, model.transformer_config()),
         device=device,
         loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
         store=find_address(args.dynapipe_store_url_file, os.environ),
@@ -106,16 +94,10 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
         ahead=args.dynapipe_lookahead,
         timeout_s=args.dynapipe_timeout_s,
         calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
-        layer_costs={name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
-        reserves_all_memory=args.dynapipe_reserve_all_memory,
         plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
         plans_chunks=_plans_chunks(args),
-        optimizer=optimizer_in_words(args.optimizer),
         notes=_notes(args, cluster, layouts, backward),
         report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
-        log_interval=args.log_interval,
-        metrics_interval=args.tensorboard_log_interval,
-        checks_losses=args.check_for_nan_in_loss_and_grad,
     )
 
 
@@ -331,32 +313,4 @@ def _sampler(args: argparse.Namespace, family: ModelFamily, samples: int) -> Sam
         long_samples=long,
         sides=meta.task_sides if side is None else (TruncationSide(side),),
         labels=not family.is_encoder_decoder and LossOn(loss_on) is LossOn.TARGETS,
-    )
-
-
-def _checkpoints(args: argparse.Namespace, model: ModelConfig) -> CheckpointConfig:
-    transformer = model.transformer_config()
-    folder = getattr(args, "non_persistent_global_ckpt_dir", None)
-    kind = getattr(args, "non_persistent_ckpt_type", None)
-    loads_optimizer = not (args.finetune or args.no_load_optim)
-    tied = args.use_distributed_optimizer and not getattr(args, "dist_ckpt_optim_fully_reshardable", True)
-    return CheckpointConfig(
-        save=None if args.save is None else Path(args.save),
-        load=None if args.load is None else Path(args.load),
-        step=getattr(args, "ckpt_step", None),
-        non_persistent=kind == "global",
-        non_persistent_folder=None if folder is None else Path(folder),
-        local_folder=Path(args.non_persistent_local_ckpt_dir, str(args.rank)) if kind == "local" else None,
-        one_layout=tied or kind == "local" or args.ckpt_format != "torch_dist",
-        pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
-        allows_other_data=args.dynapipe_allow_other_data or args.finetune,
-        finetunes=args.finetune,
-        model=model_fields(transformer, args),
-        training=training_fields(transformer),
-        tokenizer=Path(str(args.tokenizer_model)),
-        schedule=schedule_fields(args),
-        keeps_schedule=loads_optimizer
-        and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler),
-        loads_optimizer=loads_optimizer,
-        optimizer=args.optimizer,
     )

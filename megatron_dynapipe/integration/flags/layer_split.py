@@ -1,13 +1,10 @@
 """How many layers the flags put on each virtual stage: ours, Megatron's, or a split that is planned."""
 
 import argparse
-from pathlib import Path
 
-import msgspec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dynapipe.choosing.layer_split import BATCHES, MORE_CHUNKS, choose_layer_split
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import LayerSplit, PipelineLayout, even_layer_split, model_of_layers
@@ -20,12 +17,8 @@ from megatron_dynapipe.costing.pattern import (
     without_stages,
 )
 from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
-from megatron_dynapipe.integration.flags.run_config import RunConfig
 from megatron_dynapipe.integration.models.config import megatron_config
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.sampling import GlobalBatch, LastBatch, SamplerSettings
-from megatron_dynapipe.service.planned_splits import split_sampler
-from megatron_dynapipe.service.settings import SplitSettings
 
 
 def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> LayerSplit | None:
@@ -62,34 +55,6 @@ def t5_layout(args: argparse.Namespace) -> PipelineLayout:
     if layer_split is None:
         return PipelineLayout.equal(model, stages, chunks)
     return PipelineLayout.of_layers(model, layer_split, chunks)
-
-
-def chosen_layer_split(run: RunConfig, *, halves: bool = True) -> LayerSplit:
-    """The layers per virtual stage under which the run's first iterations are predicted fastest, the same on all ranks.
-
-    Every sample of the data that fits under the even split fits under the chosen one. Without `halves` layers stay
-    whole.
-
-    Raises:
-        ConfigError: more stages than layers.
-        PlanningError: none of the iterations can be planned.
-    """
-    batches, epoch = first_batches(run.data, run.sampler)
-    planner = run.planner
-    even = even_layer_split(planner.model.layers, planner.layout.virtual_stages, halves=halves)
-    settings = planner.with_layers_per_stage(even)
-    more = MORE_CHUNKS if run.plans_chunks else ()
-    return choose_layer_split(settings, run.inputs.costs.load(), batches, to_fit=[epoch], halves=halves, chunks=more)
-
-
-def first_batches(data: Path, settings: SamplerSettings) -> tuple[list[GlobalBatch], GlobalBatch]:
-    """A dataset's first batches, by which layers are split, and all of its samples as one, which have to fit."""
-    sampler = split_sampler(data, SplitSettings(name="train", sampler=settings))
-    count = sampler.batches.count
-    batches = [sampler.batch(iteration) for iteration in range(BATCHES if count is None else min(BATCHES, count))]
-    once = msgspec.structs.replace(settings, samples_per_iteration=sampler.samples_per_epoch, task_rates=())
-    once = msgspec.structs.replace(once, tokens_per_iteration=None, epochs=None, last_batch=LastBatch.CONTINUE)
-    return batches, split_sampler(data, SplitSettings(name="train", sampler=once)).batch(0)
 
 
 def settle(args: argparse.Namespace, family: ModelFamily) -> None:

@@ -17,10 +17,10 @@ import torch
 
 from megatron_dynapipe.config import CLUSTERS, Cluster, cluster_file, read_cluster
 from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Network
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
-from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 
 if TYPE_CHECKING:  # it imports Megatron

@@ -110,34 +110,6 @@ def training_fields(config: "TransformerConfig") -> dict[str, str]:
     return {name: _text(getattr(config, name)) for name in TRAINING if hasattr(config, name)}
 
 
-def schedule_fields(args: argparse.Namespace) -> dict[str, str]:
-    """What Megatron's scheduler compares with a checkpoint's, under its names, in samples where those say iterations.
-
-    As `get_optimizer_param_scheduler` makes it of its arguments; empty where there is no training.
-    """
-    if args.train_iters:
-        decay, growth = (args.lr_decay_iters or args.train_iters) * args.global_batch_size, args.train_iters
-        warm_up, growth = args.lr_warmup_iters * args.global_batch_size, growth * args.global_batch_size
-    elif args.train_samples:
-        decay, growth, warm_up = args.lr_decay_samples or args.train_samples, args.train_samples, args.lr_warmup_samples
-    else:
-        return {}
-    if args.lr_warmup_fraction is not None:
-        warm_up = args.lr_warmup_fraction * decay
-    values = {
-        "learning rate": args.lr,
-        "minimum learning rate": args.min_lr,
-        "warmup samples": warm_up,
-        "total number of samples": decay,
-        "learning rate decay style": args.lr_decay_style,
-        "start weight decay": args.start_weight_decay,
-        "end weight decay": args.end_weight_decay,
-        "total number of weight decay samples": growth,
-        "weight decay incr style": args.weight_decay_incr_style,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
 def _changed(config: "TransformerConfig") -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(config):
         factory = field.default_factory

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
+"""Values of Megatron's `--recompute-modules` that can be switched for each micro-batch."""
 Asked = Callable[[str], Any]
 """The value of a name, None where there is no such name."""
 

@@ -10,60 +10,14 @@ import torch
 from megatron_dynapipe.core.costs import EXPERT_MLP, MLP
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import LayerSplit, ModelShape, PipelineLayout
+from megatron_dynapipe.costing import LayerSplit, ModelShape
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.integration.flags.checkpoints import Checkpoints
 from megatron_dynapipe.integration.models.config import ModelConfig, StateBytes
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are saved and loaded, and what one must hold to go on from it.
-
-    Attributes:
-        step: the iteration to load; None for the last.
-        non_persistent: whether Megatron saves checkpoints in between that every layout can load.
-        non_persistent_folder: where; None for a folder inside `save`.
-        local_folder: where Megatron saves this rank's part of those that one layout can load; else None.
-        one_layout: whether what Megatron saves loads only in the layout that saved it.
-        pretrained: Megatron's folder of the checkpoint to begin from where there is none to go on from.
-        allows_other_data: whether the data may be other than the checkpoint's.
-        finetunes: whether a model may begin from another one's weights (Megatron's --finetune).
-        model: what makes it this model, as `model_record` says.
-        training: how it is trained, as far as its configuration says so.
-        tokenizer: the vocabulary's file or folder.
-        schedule: what learning rates and weight decay follow, by the names of Megatron's scheduler.
-        keeps_schedule: whether Megatron refuses a checkpoint of another schedule.
-        loads_optimizer: whether Megatron takes the optimizer's states from the checkpoint.
-        optimizer: its kind.
-    """
-
-    save: Path | None
-    load: Path | None
-    step: int | None
-    non_persistent: bool
-    non_persistent_folder: Path | None
-    local_folder: Path | None
-    one_layout: bool
-    pretrained: Path | None
-    allows_other_data: bool
-    finetunes: bool
-    model: Mapping[str, str]
-    training: Mapping[str, str]
-    tokenizer: Path
-    schedule: Mapping[str, str]
-    keeps_schedule: bool
-    loads_optimizer: bool
-    optimizer: str
-
-    def emergency_folder(self, checkpoints: Path) -> Path | None:
-        """Where Megatron saves non-persistent checkpoints that every layout can load; None if it saves none."""
-        if not self.non_persistent:
-            return None
-        return self.non_persistent_folder or checkpoints / "non_persistent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +29,6 @@ class RunConfig:
         files: digests of the dataset's files as its manifest had them when flags were read.
         state: what a parameter's copies take.
         checkpoints: saved and loaded ones.
-        in_checkout: whether a patched checkout's own script runs, and builds its own model.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
@@ -86,25 +39,17 @@ class RunConfig:
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         calibrate_s: for how long layers are measured before training; 0 where there is a cost model file, or they
             are not to be.
-        layer_costs: arguments that layers' costs depend on.
-        reserves_all_memory: whether all that plans may use of a GPU is taken before the first iteration.
         plans_layer_split: whether the layers per stage are yet to be planned.
         plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
-        optimizer: which one makes steps, in words.
         notes: what the log says of the settings at the run's start.
         report_folder: where the run's records and pictures go.
-        log_interval: iterations between two lines of the log.
-        metrics_interval: iterations between two whose numbers are given to Megatron's writers.
-        checks_losses: whether a loss that is not finite ends training.
     """
 
     model: ModelConfig
     inputs: PlanInputs
     files: Mapping[str, FileDigests]
     state: StateBytes
-    checkpoints: CheckpointConfig
-    in_checkout: bool
-    rank: int
+    checkpoints: Checkpoints
     device: torch.device
     loss_on: LossOn | None
     store: StoreAddress | None
@@ -115,16 +60,10 @@ class RunConfig:
     ahead: int
     timeout_s: float
     calibrate_s: float
-    layer_costs: Mapping[str, str]
-    reserves_all_memory: bool
     plans_layer_split: bool
     plans_chunks: bool
-    optimizer: str
     notes: tuple[str, ...]
     report_folder: Path
-    log_interval: int
-    metrics_interval: int
-    checks_losses: bool
 
     @property
     def family(self) -> ModelFamily:
@@ -155,11 +94,6 @@ class RunConfig:
         """The same run, its layers split so, in as many virtual stages of a rank as that makes."""
         planner = self.planner.with_layers_per_stage(layer_split)
         return replace(self, inputs=msgspec.structs.replace(self.inputs, planner=planner))
-
-    @property
-    def cut_layout(self) -> PipelineLayout | None:
-        """The layout of a GPT's layers, where one of them is divided."""
-        return self.planner.layout if self.planner.layout.cuts_layers else None
 
 
 def label_flops(planner: PlannerSettings, shape: ModelShape) -> float:

@@ -5,7 +5,6 @@ checkout without `--use-dynapipe` trains as before.
 """
 
 import argparse
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -22,14 +21,6 @@ class IterationLog(Protocol):
     def samples(self) -> int:
         """Its samples."""
 
-    @property
-    def tokens(self) -> int | None:
-        """Its tokens, where the size of a batch is given in tokens."""
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether any of its tokens counts."""
-
     def flops(self, count: float) -> float:
         """Its floating-point operations, from their number over whole samples."""
 
@@ -37,7 +28,7 @@ class IterationLog(Protocol):
         """The optimizer has stepped after it."""
 
     def text(self) -> str:
-        """Its plan, for Megatron's log line."""
+        """What was planned and measured, in the form of Megatron's log line."""
 
 
 class PlannedRun(Protocol):
@@ -67,20 +58,15 @@ COUNTERS = ("iteration", "consumed_train_samples")
 LOSS_NAME = "lm loss"
 """Under which Megatron logs the loss."""
 
-_BATCH_SIZE = re.compile(r"(?<= global batch size: ) *[0-9]+(?= \|)")
-
 _run: PlannedRun | None = None
-_logged_loss = False
-"""Whether the active run has logged a loss. Until an iteration was not skipped, Megatron has none to log."""
 
 
 def activate(run: PlannedRun) -> None:
     """Make a run the active one; raises ConfigError if there is one already."""
-    global _run, _logged_loss
+    global _run
     if _run is not None:
         raise ConfigError("expected no planned run to be active yet, got a second one")
     _run = run
-    _logged_loss = False
 
 
 def deactivate() -> None:
@@ -153,22 +139,6 @@ def bounded_waits(args: argparse.Namespace) -> AbstractContextManager[None]:
     )
 
 
-def log_line(line: str) -> str:
-    """Megatron's line of an iteration, with the plan's numbers at its end, and the loss where it is not a number.
-
-    Megatron leaves a loss out that does not compare with 0, so that a run without its check for NaN would train on
-    with no loss in its log.
-    """
-    global _logged_loss
-    log = _log()
-    if log is None:
-        return line
-    has_loss = f" {LOSS_NAME}: " in line
-    if not has_loss and (_logged_loss or " number of skipped iterations:   0 |" in line):
-        line = line.replace(" loss scale: ", f" {LOSS_NAME}: nan | loss scale: ", 1)
-    if not log.has_labels:
-        line += " no token of this batch counts |"
-    _logged_loss = _logged_loss or has_loss
-    if log.tokens is not None:
-        line = _BATCH_SIZE.sub(f"{log.tokens} tokens", line, count=1)
-    return line + log.text()
+def text() -> str:
+    """What the active run says of its latest training iteration; empty without one."""
+    return "" if (log := _log()) is None else log.text()

@@ -4,7 +4,7 @@
     calls      the calls in Megatron's loop that lead to them
     patches    in a patched checkout, every call that the patches add
 
-A Megatron whose files are of no known release is accepted if all of this is there, and named in one line.
+Any Megatron that has all of this is accepted, whatever release it is.
 """
 
 import dis
@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron_dynapipe.checkout.survey import UNKNOWN, survey
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
-from megatron_dynapipe.core.errors import PatchError, UnsupportedMegatronError
+from megatron_dynapipe.core.errors import UnsupportedMegatronError
 from megatron_dynapipe.cpu.platform import resolve
 from megatron_dynapipe.integration.hooks import active_run, gloo_reductions, optimizer_patches, replacements
-from megatron_dynapipe.outputs import say
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -58,11 +56,18 @@ NAMES: tuple[Name, ...] = (
 )
 """Functions that a run replaces, or calls."""
 
+BUILDERS: tuple[Name, ...] = (
+    ("megatron.training.argument_utils", "gpt_config_from_args", ("args", "config")),
+    ("megatron.training.argument_utils", "hybrid_config_from_args", ("args", "config")),
+    ("megatron.training.models.dist_utils", "build_virtual_pipeline_stages", ()),
+    ("megatron.training.models.gpt", "default_layer_spec", ("config", "vp_stage")),
+)
+"""What entry scripts have Megatron build models by; a patched checkout builds its own."""
+
 CALLS: tuple[Call, ...] = (
     (TRAINING, "train", "get_forward_backward_func"),
     (TRAINING, "train", "train_step"),
     (TRAINING, "evaluate", "get_forward_backward_func"),
-    (TRAINING, "training_log", "print_rank_last"),
     *((TRAINING, "train", name) for name in active_run.COUNTERS),
 )
 """How Megatron's loop comes to what is replaced, and the counters that it keeps in its namespace."""
@@ -77,22 +82,18 @@ PATCHES: tuple[Call, ...] = (
 
 
 @functools.cache
-def check() -> None:
-    """Check what every run relies on, once; rank 0 names a Megatron whose files are of no known release.
+def check(*, builds: bool = True) -> None:
+    """Check what every run relies on, and one for which Megatron `builds` models, once.
 
     Raises:
         UnsupportedMegatronError: there is no Megatron, or something is not there or not as it must be; says all of it.
     """
     version = found_version()
-    missing = [*filter(None, map(missing_name, NAMES)), *missing_calls(CALLS)]
+    names = (*NAMES, *BUILDERS) if builds else NAMES
+    missing = [*filter(None, map(missing_name, names)), *missing_calls(CALLS)]
     if missing:
         raise UnsupportedMegatronError(
             f"Megatron {version} at {_place()} lacks what planned runs rely on: {'; '.join(missing)}", hint=INSTALL_HINT
-        )
-    if unknown := _unknown_files():
-        say(
-            f"notice: Megatron {version} at {_place()} is of no known release ({unknown}); what planned runs rely on"
-            " was checked and is there"
         )
 
 
@@ -150,12 +151,3 @@ def _functions(module: str) -> dict[str, types.CodeType]:
 def _place() -> str:
     folders = megatron_folders()
     return str(folders[0].parent) if folders else "?"
-
-
-def _unknown_files() -> str:
-    """The touched files that are of no known release; empty if all are known."""
-    folders = megatron_folders()
-    try:
-        return ", ".join(survey(folders[0].parent)[0].named(*UNKNOWN)) if folders else ""
-    except PatchError as error:
-        return error.message

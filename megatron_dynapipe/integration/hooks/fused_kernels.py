@@ -3,7 +3,7 @@
     PyTorch's Adam    one kernel for all parameters of a kind (`fused=True`), where Megatron asks for none
     weight gradient   of linear layers, added to the gradient buffer by the product itself
                       (`gradient_accumulation_fusion`, Megatron's default), where Megatron raises
-    cross entropy     some rows at a time (`integration/hooks/cross_entropy.py`), where Megatron's is unfused
+    cross entropy     compiled, or some rows at a time (`integration/hooks/cross_entropy.py`); Megatron's is unfused
 
 With Transformer Engine its own layers add weight gradients up so; the head is Megatron's linear layer all the same, and
 without apex it would raise.
@@ -18,8 +18,9 @@ import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from torch import Tensor
 
-from megatron_dynapipe.integration.hooks.cross_entropy import chunked_cross_entropy
+from megatron_dynapipe.integration.hooks.cross_entropy import cross_entropy
 from megatron_dynapipe.integration.hooks.originals import Originals, holders
+from megatron_dynapipe.outputs import say
 
 LINEAR = "megatron.core.tensor_parallel.layers"
 EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -62,7 +63,7 @@ def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.addmm(buffer, half, half, out_dtype=buffer.dtype, out=buffer)
     except (RuntimeError, TypeError) as error:
-        print(f"weight gradients are not added up by their products, which PyTorch refuses here: {error}", flush=True)
+        say(f"weight gradients are not added up by their products, which PyTorch refuses here: {error}")
         return False
     return True
 
@@ -103,18 +104,18 @@ def install(originals: Originals) -> None:
     for owner in holders(FACTORY, original):
         originals.replace(owner, FACTORY, fused)
     parallel: Any = importlib.import_module(PARALLEL)
-    originals.replace(parallel, ENTROPY, _chunked(getattr(parallel, ENTROPY)))
+    originals.replace(parallel, ENTROPY, _in_two_passes(getattr(parallel, ENTROPY)))
     layers = importlib.import_module(LINEAR)
     if not getattr(layers, AVAILABLE):
         originals.replace(layers, EXTENSION, WeightGradients)
         originals.replace(layers, AVAILABLE, True)
 
 
-def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_two_passes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+    def replaced(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
         if label_smoothing:
             return original(logits, target, label_smoothing, tp_group)
-        return chunked_cross_entropy(logits, target, tp_group or get_tensor_model_parallel_group())
+        return cross_entropy(logits, target, tp_group or get_tensor_model_parallel_group())
 
-    return cross_entropy
+    return replaced

@@ -8,7 +8,6 @@ import functools
 import inspect
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -25,10 +24,6 @@ from megatron_dynapipe.integration.hooks.originals import Originals, Replacement
 from megatron_dynapipe.integration.hooks.saved_tensors import without_strides
 from megatron_dynapipe.processes import set_parent_death_signal
 
-MOST_TASKS = 5
-"""Of an evaluation, in the log."""
-_RULE = 120
-_OF_TASK = re.compile(rf"{active_run.LOSS_NAME} ([^|]+?) value: (\S+) \| {active_run.LOSS_NAME} \1 PPL: \S+ \| ")
 _FIRST = "is_first_iteration"
 
 
@@ -78,42 +73,26 @@ def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     return planned_evaluation
 
 
-def _logging(print_rank_last: Callable[[str], None]) -> Callable[[str], None]:
-    @functools.wraps(print_rank_last)
-    def print_line(message: str) -> None:
-        if " iteration " in message and " elapsed time per iteration" in message:
-            message = active_run.log_line(message)
-        print_rank_last(shorter_evaluation(message))
+def _logging(training_log: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a line of the run follow Megatron's, and the first iteration of a start end an interval of its own.
 
-    return print_line
-
-
-def shorter_evaluation(message: str) -> str:
-    """Megatron's line of an evaluation with the `MOST_TASKS` worst of many tasks, and the rules around it as short.
-
-    All are in the records, the report and TensorBoard.
+    Megatron counts the first iteration, which has a line, in the next line again.
     """
-    if not message.strip("-"):
-        return message[:_RULE]
-    if not message.startswith(" validation") or len(tasks := _OF_TASK.findall(message)) <= MOST_TASKS:
-        return message
-    worst = sorted(tasks, key=lambda task: -float(task[1]))[:MOST_TASKS]
-    named = ", ".join(f"{name} {float(loss):.4f}" for name, loss in worst)
-    return f"{_OF_TASK.sub('', message)}highest of {len(tasks)} tasks: {named} | "
-
-
-def _logging_once(training_log: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the first iteration of a start end an interval of one: Megatron counts it in the next line again."""
     signature = inspect.signature(training_log)
 
     @functools.wraps(training_log)
     def log(*arguments: Any, **keywords: Any) -> Any:
-        from megatron.training import get_args
+        from megatron.training import get_args, training
 
         bound = signature.bind(*arguments, **keywords)
-        if bound.arguments.get(_FIRST) and bound.arguments["iteration"] % get_args().log_interval == 0:
+        iteration = bound.arguments["iteration"]
+        ends_interval = iteration % get_args().log_interval == 0
+        if bound.arguments.get(_FIRST) and ends_interval:
             bound.arguments[_FIRST] = False
-        return training_log(*bound.args, **bound.kwargs)
+        result = training_log(*bound.args, **bound.kwargs)
+        if ends_interval and (text := active_run.text()):
+            training.print_rank_last(f" iteration {iteration} planned:{text}")
+        return result
 
     return log
 
@@ -213,17 +192,10 @@ TABLE: tuple[Replacement, ...] = (
     ),
     Replacement(
         owner="megatron.training.training",
-        name="print_rank_last",
-        make=_logging,
-        parameters=("message",),
-        why="prints the lines of iterations and evaluations",
-    ),
-    Replacement(
-        owner="megatron.training.training",
         name="training_log",
-        make=_logging_once,
+        make=_logging,
         parameters=("iteration",),
-        why="the second line after a start is the mean of two iterations, although the first has a line of its own",
+        why="says nothing of plans; after a start, its second line is the mean of two iterations",
     ),
     Replacement(
         owner="megatron.core.utils",

@@ -1,4 +1,4 @@
-"""Attention over padded causal rows in cuDNN's kernel, where it has been measured to be faster than FlashAttention 2.
+"""Attention over padded causal rows in cuDNN's kernel, where a trial finds it right and faster than FlashAttention 2.
 
 cuDNN makes an execution plan for every shape when it first meets it, on the host, and loads what the plan needs. So
 here lengths are padded to multiples of `STEP`, which causal attention hides from all queries that count; tensors lie
@@ -20,9 +20,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from megatron_dynapipe.integration.models.packed_attention import activate_flash_3
 from megatron_dynapipe.outputs import say
 
-FASTER_ON = {(9, 0): (128,)}
-"""Head sizes by compute capability for which cuDNN takes 0.55 to 0.61 of FlashAttention 2's time, in bf16: on an H200,
-for rows of 512 to 4,096 positions (`benchmarks/gpu`)."""
+TRIED_ON = {(9, 0): (128,)}
+"""Head sizes by compute capability for which it is tried: on an H200 cuDNN took 0.55 to 0.61 of FlashAttention 2's time
+in bf16, for rows of 512 to 4,096 positions with as many heads of keys as of queries (`benchmarks/gpu`)."""
 LEAST = 512
 """Positions of the shortest rows that take it: shorter ones have not been measured, and padding would weigh more."""
 STEP = 64
@@ -32,9 +32,15 @@ ORDER = [
     *(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
 ]
 PROBE = (2, LEAST)
-"""Rows and positions by which the kernel is tried."""
+TIMED = (4, 2048)
+"""Rows and positions by which the kernel's results and its time are tried."""
+TURNS = 3
+"""Of both kernels when they are timed; the fastest of each counts."""
 ROUNDINGS = 4
 """Of bf16 that the two kernels may lie apart, relative to the largest value."""
+
+
+_BOTH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 
 
 class CudnnAttention:
@@ -81,17 +87,37 @@ class CudnnAttention:
             RuntimeError: PyTorch refuses one of the kernels.
         """
         draw = torch.Generator().manual_seed(7)  # training's generators stay as they are
-        query, key, value = rows = [
+        rows = [
             torch.randn(shape, generator=draw).to(self._device, self._dtype).requires_grad_()
             for shape in self._sizes(*PROBE)
         ]
-        results = []
-        for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            attended = attend_padded(query, key, value, scale=self._scale, order=[kernel])
-            gradient = torch.linspace(-1, 1, attended.numel()).to(self._device, self._dtype).view_as(attended)
-            results.append([attended, *torch.autograd.grad(attended, rows, gradient)])
+        gradient = torch.linspace(-1, 1, rows[0].numel()).to(self._device, self._dtype)
+        results = [self._pass(kernel, rows, gradient.view_as(rows[0])) for kernel in _BOTH]
         pairs = zip(*results, strict=True)
         return max(float((first - second).abs().max() / second.abs().max()) for first, second in pairs)
+
+    def relative_time(self) -> float:
+        """The kernel's time, forward and backward, over FlashAttention's; waits for the device."""
+        rows = [
+            torch.zeros(shape, device=self._device, dtype=self._dtype).normal_().requires_grad_()
+            for shape in self._sizes(*TIMED)
+        ]
+        gradient = torch.ones_like(rows[0])
+        times: dict[SDPBackend, list[float]] = {kernel: [] for kernel in _BOTH}
+        for kernel in _BOTH * (TURNS + 1):  # the first turn builds and loads
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._pass(kernel, rows, gradient)
+            end.record()
+            torch.cuda.synchronize(self._device)
+            times[kernel].append(begin.elapsed_time(end))
+        cudnn, flash = (min(times[kernel][1:]) for kernel in _BOTH)
+        return cudnn / flash
+
+    def _pass(self, kernel: SDPBackend, rows: list[Tensor], gradient: Tensor) -> list[Tensor]:
+        """What a kernel attends to, and the gradients of queries, keys and values."""
+        attended = attend_padded(rows[0], rows[1], rows[2], scale=self._scale, order=[kernel])
+        return [attended.detach(), *torch.autograd.grad(attended, rows, gradient)]
 
     def _sizes(self, size: int, length: int) -> list[tuple[int, ...]]:
         """The shapes of queries, keys and values."""
@@ -105,18 +131,21 @@ def cudnn_attention(
 ) -> CudnnAttention | None:
     """The kernel for padded causal rows without masks and dropout, from `LEAST` positions on; None if it is not taken.
 
-    It is tried once: if this PyTorch refuses it, or its result or gradients are not FlashAttention's, a line says so.
+    It is tried once, and a line says what came of it: this PyTorch may refuse it, its result or gradients may not be
+    FlashAttention's, it may take longer. The time is tried with random numbers of the device, whose state is put back.
     Arguments as of `CudnnAttention`.
     """
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return None
     capability = torch.cuda.get_device_capability(device)
-    if channels not in FASTER_ON.get(capability, ()) or activate_flash_3(device):
+    if channels not in TRIED_ON.get(capability, ()) or activate_flash_3(device):
         return None
-    what = f"attention of padded rows, {heads[0]} heads of {channels} channels"
+    what = f"attention of padded rows, {heads[0]} heads of {channels} channels, {heads[1]} of keys"
     attention = CudnnAttention(device, dtype, heads, channels, scale)
     try:
         apart = attention.apart()
+        with torch.random.fork_rng([device]):
+            relative = attention.relative_time()
     except RuntimeError as error:
         say(f"{what}: FlashAttention, since PyTorch refuses cuDNN's kernel: {str(error).splitlines()[0]}")
         return None
@@ -124,7 +153,10 @@ def cudnn_attention(
     if not apart <= allowed:
         say(f"{what}: FlashAttention, since cuDNN's kernel is {apart:.1e} from it, allowed {allowed:.1e}")
         return None
-    say(f"{what}: cuDNN's kernel, which is faster on compute capability {capability[0]}.{capability[1]}")
+    if relative >= 1:
+        say(f"{what}: FlashAttention, since cuDNN's kernel takes {relative:.2f} of its time")
+        return None
+    say(f"{what}: cuDNN's kernel, which takes {relative:.2f} of FlashAttention's time")
     return attention
 
 

@@ -3,28 +3,19 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from typing import Any, cast
 
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
 from megatron_dynapipe.integration.models.engine_attention import EngineCoreAttention
-from megatron_dynapipe.integration.models.hybrid import PlannedHybridStack
 from megatron_dynapipe.integration.models.norms import LocalNorm
 
 HAVE_TRANSFORMER_ENGINE: bool = t5_spec.HAVE_TE
@@ -144,31 +135,3 @@ def without(layer: ModuleSpec, modules: Mapping[str, Any]) -> ModuleSpec:
     """The layer with these in place of its own modules."""
     parts: Any = layer.submodules
     return replace(layer, submodules=replace(parts, **modules))
-
-
-def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention: CoreAttention) -> Any:
-    """Megatron's choice of a stage's layers, with the run's classes."""
-    chosen = with_classes(default_layer_spec(config, vp_stage), run_classes(config.transformer, attention))
-    if config.transformer.transformer_impl != "local" or isinstance(chosen, TransformerBlockSubmodules):
-        return chosen
-    # Megatron would choose a final norm besides, whichever its installation has.
-    layers = [chosen] * get_num_layers_to_build(config.transformer, vp_stage)
-    return TransformerBlockSubmodules(layers, layer_norm=chosen.submodules.input_layernorm)
-
-
-def hybrid_layers(config: TransformerConfig, attention: CoreAttention) -> ModuleSpec:
-    """A HybridModel's modules, from a GPT's layers: Megatron has Transformer Engine's alone, without q/k norms."""
-    engine = config.transformer_impl != "local"
-    build = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
-    build = partial(build, qk_layernorm=config.qk_layernorm)
-    if not engine:
-        build = partial(build, normalization=config.normalization)
-    classes = run_classes(config, attention)
-    dense: Any = with_classes(build(), classes)
-    layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
-    if experts := config.num_moe_experts:
-        sparse = with_classes(build(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm), classes)
-        # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
-        layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
-    norm = {"norm": TENorm if engine else dense.submodules.input_layernorm}
-    return ModuleSpec(module=PlannedHybridStack, params=norm, submodules=HybridStackSubmodules(**layers))

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.format import CostFile, encode_file, is_cost_file
+from megatron_dynapipe.costing.document import is_cost_file
+from megatron_dynapipe.costing.format import CostFile, encode_file
 from megatron_dynapipe.integration.profiling import division
 from megatron_dynapipe.integration.profiling.layers import MeasuredModule, build_parts
 from megatron_dynapipe.integration.profiling.measure import Scope, clock_of, sustain

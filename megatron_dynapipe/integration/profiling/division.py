@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dynapipe.core.units import Recompute, round_up
-from megatron_dynapipe.costing.division import (
+from megatron_dynapipe.core.costs import (
     LAYER_KINDS,
     PEAK_UNIT,
     WEIGHT_UNIT,
@@ -30,6 +29,7 @@ from megatron_dynapipe.costing.division import (
     Rates,
     WeightTime,
 )
+from megatron_dynapipe.core.units import Recompute, round_up
 from megatron_dynapipe.costing.surface import nonnegative_least_squares
 from megatron_dynapipe.integration.equip.equipped import equip
 from megatron_dynapipe.integration.profiling.layers import Forward, Half, MeasuredModule, Point, only, run_backward
@@ -40,8 +40,8 @@ POSITIONS = 1024
 """Positions of the micro-batches that are measured, about."""
 POSITIONS_OF_PRODUCTS = {"cpu": 1024, "cuda": 16384}
 """Of the largest micro-batch whose weight gradients are measured; on a GPU smaller products wait for their launches."""
-PARTS_OF_PRODUCTS = 4
-"""The smallest of these micro-batches has so many times fewer."""
+PARTS_OF_PRODUCTS = (2, 4)
+"""Others have so many times fewer."""
 SHARE = 4
 """Samples are as long as the longest, and by this factor shorter."""
 LONG_FOR_PIECES = 512
@@ -154,13 +154,14 @@ def _halves_of_kind(scope: Scope, kind: LayerKind) -> HalvesByMode:
     return by_mode
 
 
-def _points(scope: Scope, kind: LayerKind) -> list[Point]:
+def _points(scope: Scope, kind: LayerKind, positions: int = POSITIONS) -> list[Point]:
+    """Micro-batches of about so many positions, of longest samples and of shorter ones."""
     inputs = scope.within.input_length
     targets = scope.within.target_length
     lengths: list[Point] = [(inputs,), (round_up(inputs // SHARE),)]
     if kind == "decoder":
         lengths = [(inputs, targets), (inputs, round_up(targets // SHARE)), (round_up(inputs // SHARE), targets)]
-    most = min(POSITIONS, scope.most_positions)
+    most = min(positions, scope.most_positions)
     return [(min(max(most // sum(point), 1), scope.within.size), *point) for point in lengths]
 
 
@@ -177,7 +178,9 @@ def weight_time(scope: Scope, kind: LayerKind, *, packed: bool) -> WeightTime | 
     part = scope.parts[kind]
     if part.trained_parameters < part.parameters:
         return None
-    points = _points_of_products(scope, kind)
+    most = POSITIONS_OF_PRODUCTS[scope.platform.device.type]
+    points = _points(scope, kind, most)
+    points += [_points(scope, kind, most // parts)[0] for parts in PARTS_OF_PRODUCTS]
     rows = [_row(kind, point) for point in points]
     parts = [of_row(part, row) if packed else part for row in rows]
     measures = [partial(_second_half, scope, *pair) for pair in zip(parts, points, strict=True)]
@@ -185,22 +188,9 @@ def weight_time(scope: Scope, kind: LayerKind, *, packed: bool) -> WeightTime | 
     if values is None:
         return None
     took = np.maximum(values[:, 1], 1)
-    once, *rates = _solved(_terms(rows) * _LINEAR / took[:, None], np.ones(len(took))).tolist()
-    linear, _, memory = (round(rate * WEIGHT_UNIT) for rate in rates)
-    return WeightTime(round(once), linear, memory)
-
-
-def _points_of_products(scope: Scope, kind: LayerKind) -> list[Point]:
-    """Three micro-batches: the largest, one of fewer samples (a decoder's: of shorter targets), and the smallest."""
-    lengths = [scope.within.input_length, *[scope.within.target_length] * (kind == "decoder")]
-    most = min(POSITIONS_OF_PRODUCTS[scope.platform.device.type], scope.most_positions)
-    most = min(most, scope.within.size * sum(lengths))
-    shrink = min(most / PARTS_OF_PRODUCTS / sum(lengths), 1)
-    inputs, *targets = (round_up(max(int(length * shrink), 1)) for length in lengths)
-    size = max(most // (inputs + sum(targets)), PARTS_OF_PRODUCTS)
-    fewer = [round_up(length // PARTS_OF_PRODUCTS) for length in targets]
-    middle = (size, inputs, *fewer) if targets else (size // 2, inputs)
-    return [(size, inputs, *targets), middle, (size // PARTS_OF_PRODUCTS, inputs, *targets)]
+    terms = _terms(rows) * _LINEAR / took[:, None]  # relative errors count
+    once, linear, _, memory = _solved(terms, np.ones(len(took))).tolist()
+    return round(once), round(linear * WEIGHT_UNIT), round(memory * WEIGHT_UNIT)
 
 
 def _second_half(scope: Scope, part: MeasuredModule, point: Point) -> Values | None:

@@ -18,10 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_dynapipe.core.costs import LAYER_KINDS
 from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.data.segments import CutSegment, causal_mask
 from megatron_dynapipe.integration.equip.built import built_chunks, decoder_only
 from megatron_dynapipe.integration.equip.equipped import equip

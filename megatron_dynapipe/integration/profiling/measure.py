@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.core.executor import DevicePlatform, Mark
 from megatron_dynapipe.core.units import Recompute, Shape
-from megatron_dynapipe.costing.check import PROCESSOR_SHARE, REPEATS_SPREAD
+from megatron_dynapipe.costing.format import PROCESSOR_SHARE, REPEATS_SPREAD
 from megatron_dynapipe.integration.profiling.layers import Forward, MeasuredModule, Point
 from megatron_dynapipe.runtime.memory import PassMemory, pass_memory
 from megatron_dynapipe.runtime.platform import CpuPlatform, platform_of

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron_dynapipe.core.costs import LAYER_KINDS
 from megatron_dynapipe.core.units import NS_PER_MS, Recompute
 from megatron_dynapipe.costing.adaptive import RefinedGrid
-from megatron_dynapipe.costing.division import LAYER_KINDS
 from megatron_dynapipe.costing.tabulate import grid_axes
 from megatron_dynapipe.integration.profiling.layers import Point
 from megatron_dynapipe.integration.profiling.measure import Scope, Values, at_once, communicable, measured_by_ranks

@@ -12,21 +12,13 @@ import torch
 
 from megatron_dynapipe import __version__
 from megatron_dynapipe.checkout.version import found_version
+from megatron_dynapipe.core.costs import LAYER_KINDS, Division, LayerKind
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import BYTES_PER_MB, LENGTH_MULTIPLE, NS_PER_MS, Recompute, Shape
 from megatron_dynapipe.costing.adapters import Adapters
-from megatron_dynapipe.costing.check import noise, validated_errors
-from megatron_dynapipe.costing.division import LAYER_KINDS, Division, LayerKind
-from megatron_dynapipe.costing.format import (
-    FORMAT,
-    PACKED_FORMAT,
-    UNITS,
-    CostFile,
-    PackedEntry,
-    PackedPart,
-    Points,
-    key_of,
-)
-from megatron_dynapipe.costing.links import Link
+from megatron_dynapipe.costing.check import validated_errors
+from megatron_dynapipe.costing.document import FORMAT, UNITS
+from megatron_dynapipe.costing.format import PACKED_FORMAT, CostFile, PackedEntry, PackedPart, Points, key_of, noise
 from megatron_dynapipe.costing.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.integration.flags.machine import processor
 from megatron_dynapipe.integration.profiling.division import HalvesByMode, Prefix

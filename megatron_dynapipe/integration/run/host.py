@@ -33,6 +33,7 @@ class Host(Protocol):
         log_interval: iterations between two lines of the log.
         names_tasks: whether step functions report losses by task.
         reserves_all_memory: whether all that plans may use of a GPU has been taken before the first iteration.
+        corrects: whether plans follow how long passes take.
         flops_of_label: floating-point operations that a position without a label leaves out.
     """
 
@@ -44,6 +45,7 @@ class Host(Protocol):
     log_interval: int
     names_tasks: bool = False
     reserves_all_memory: bool = False
+    corrects: bool = True
     flops_of_label: float = 0.0
 
     def inputs(self, control: ControlGroup, models: Sequence[nn.Module], *, evaluates: bool) -> PlanInputs:

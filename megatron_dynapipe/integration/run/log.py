@@ -1,15 +1,14 @@
 """What a run says of itself on this rank: lines of iterations, losses of tasks, FLOPs, records, the report."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-import msgspec
 import torch
 from megatron.core import parallel_state
 
-from megatron_dynapipe.choosing.limits import described, limits
-from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.core.units import NS_PER_MS, Shape
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.data.iterator import PlannedIteration
@@ -19,11 +18,11 @@ from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
 from megatron_dynapipe.integration.run.host import Host
 from megatron_dynapipe.integration.supply.recorder import Recorder
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.report.records import IterationRecord, RunRecord
+from megatron_dynapipe.report.records import RunRecord
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import memory_counts
-from megatron_dynapipe.service.planned_splits import check_unchanged, split_sampler
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 from megatron_dynapipe.store.entry import StageEntry
 
@@ -39,6 +38,7 @@ class RunLog:
         longest: the shape that a run without planning would pad every sample to.
         stage: this rank's.
         stages: of the pipeline.
+        measured: takes what was measured of an iteration, once it is known.
 
     Attributes:
         latest: the latest training iteration; None before the first.
@@ -54,8 +54,10 @@ class RunLog:
         longest: Shape,
         stage: int,
         stages: int,
+        measured: Callable[[PlannedIteration, Sequence[Event]], None] | None = None,
     ) -> None:
         self._host = host
+        self._measured = measured
         self._inputs = inputs
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         self._stage = "last stage" if stage == stages - 1 else "first stage" if stage == 0 else f"stage {stage + 1}"
@@ -67,6 +69,7 @@ class RunLog:
         self.latest: PlannedIteration | None = None
         self._trace: Trace | None = None
         self._labels: torch.Tensor | None = None
+        self._reports: list[dict[str, torch.Tensor]] = []
         planner = inputs.planner
         self._recorder = Recorder(
             host.sources.report_folder,
@@ -89,11 +92,24 @@ class RunLog:
             control.collect,
             rank=control.rank,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            write_metrics=host.write_metrics,
+            write_metrics=self._write_metrics,
             memory=functools.partial(memory_counts, host.device),
             reserves_all=host.reserves_all_memory,
-            with_limits=self._with_limits,
         )
+
+    def _write_metrics(self, item: PlannedIteration, events: Sequence[Event]) -> None:
+        self._host.write_metrics(item, events)
+        if self._measured is not None:
+            self._measured(item, events)
+
+    def add_correction(self, correction: Correction) -> None:
+        """Costs are corrected from an iteration on."""
+        self._recorder.add_correction(correction)
+
+    def say_on_first(self, text: str) -> None:
+        """Say a line on rank 0."""
+        if torch.distributed.get_rank() == 0:
+            say(text)
 
     def add_start(self, spent: str | None) -> None:
         """Once the first iteration is over: where the time since the launch went; None if that has been told."""
@@ -122,7 +138,7 @@ class RunLog:
         self.latest = item
         self._trace = trace
         self._labels = labels
-        reports = self._task_losses.add(losses)
+        reports = self._reports = self._task_losses.add(losses)
         self._recorder.add(item, trace, reports)
         if (item.entry.iteration + 1) % self._host.log_interval == 0:
             # One reduction over replicas, for all tasks.
@@ -158,17 +174,6 @@ class RunLog:
         assert self.latest is not None, "no iteration has been trained"
         return self.latest.entry.totals.samples
 
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the latest training iteration, where a batch's size is given in tokens."""
-        in_tokens = self._inputs.splits[0].sampler.tokens_per_iteration is not None
-        return self.latest.entry.totals.real_tokens if in_tokens and self.latest is not None else None
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether the latest training iteration had any; asked where Megatron has waited for its loss."""
-        return self._labels is None or bool(self._labels)
-
     def flops(self, count: float) -> float:
         """Floating-point operations of the latest training iteration, from their number over whole samples.
 
@@ -191,17 +196,26 @@ class RunLog:
         totals = self.latest.entry.totals
         micro_batches = "+".join(map(str, totals.micro_batches))
         cut = f" samples cut: {totals.cut_samples} |" if totals.cut_samples else ""
+        in_tokens = self._inputs.splits[0].sampler.tokens_per_iteration is not None
+        size = f" tokens: {totals.real_tokens} |" if in_tokens else ""
         sums = self._task_losses.read(whole=True)
         by_task = {task: total / count for task, (total, count) in sums.items()}
         self._host.write_task_losses(by_task, self.latest.entry.iteration + 1)
         tasks = (" %s: %.6E |" * len(by_task)) % (*chain.from_iterable(by_task.items()),)  # half the time of f-strings
         return (
-            f" micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
+            f"{size} micro-batches: {micro_batches} | padding efficiency: {totals.padding_efficiency:.3f} |"
             f" {self._stage} predicted (ms): {self._predicted(self.latest.entry)} |"
             f" {self._stage} measured (ms): {self._trace.span_ns() / NS_PER_MS:.1f} |"
-            f" plan wait (ms): {self.latest.waited_seconds * 1e3:.1f} |{cut}"
+            f" plan wait (ms): {self.latest.waited_seconds * 1e3:.1f} |{cut}{self._without_loss()}"
             + (f"\n loss by task |{tasks}" if tasks else "")
         )
+
+    def _without_loss(self) -> str:
+        """That there is no loss, which Megatron's line leaves out; empty where there is one."""
+        if self._labels is not None and not self._labels:
+            return " no token of this batch counts |"
+        totals = [report[LOSS_NAME].flatten()[0] for report in self._reports if LOSS_NAME in report]
+        return "" if not totals or math.isfinite(torch.stack(totals).sum()) else " the loss is not a number |"
 
     def _predicted(self, entry: StageEntry) -> str:
         """The predicted time of this stage's passes, or that computed costs do not predict this machine."""
@@ -209,17 +223,6 @@ class RunLog:
             return "not calibrated"
         events = entry.stage_plan.predicted
         return f"{(events[-1].end_ns - events[0].start_ns if events else 0) / NS_PER_MS:.1f}"
-
-    def _with_limits(self, record: IterationRecord) -> IterationRecord:
-        """The record of an iteration of training with where its time went; under computed costs, its plan's time."""
-        check_unchanged(self._inputs)
-        planner = planner_of(self._inputs.planner, self._inputs.costs.load())
-        batch = split_sampler(self._host.sources.data, self._inputs.splits[0]).batch(record.iteration)
-        bounds = limits(planner, batch, planner.plan(batch, record.iteration))
-        measured = () if self._is_computed else (record.measured_ns, record.plan_wait_ns)
-        shares = bounds.shares(record.predicted_ns, *measured)
-        within = bounds.within(record.predicted_ns)
-        return msgspec.structs.replace(record, of_limits=described(shares, within), time_shares=shares)
 
     def flush(self) -> None:
         """Write the records that are left."""

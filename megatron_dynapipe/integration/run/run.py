@@ -30,10 +30,12 @@ from megatron_dynapipe.integration.run.host import Host
 from megatron_dynapipe.integration.run.log import RunLog
 from megatron_dynapipe.integration.run.start_clock import StartClock
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator, check_same_run
+from megatron_dynapipe.integration.supply.corrector import Corrector
 from megatron_dynapipe.integration.supply.plan_supply import PlanSupply
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.planned_splits import drawn_by
-from megatron_dynapipe.service.settings import PlanInputs
+from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs
 
 
 class Items:
@@ -75,6 +77,7 @@ class Run:
         self._resources = ExitStack()
         self._runner: IterationRunner | None = None
         self._supply: PlanSupply | None = None
+        self._corrector: Corrector | None = None
         self._evaluated = Counter[str]()
 
     def __enter__(self) -> Self:
@@ -123,7 +126,9 @@ class Run:
         self.iterators = {split.name: supply.iterator(split, required=required) for split in inputs.splits}
         self._longest = longest_shape(inputs)
         # On rank 0 first, which moves earlier records.
+        self._corrector = self._make_corrector(control, inputs, stage=steps.stage) if host.corrects else None
         make_log = partial(RunLog, host, inputs, control, about=host.about(inputs, models), longest=self._longest)
+        make_log = partial(make_log, measured=None if self._corrector is None else self._corrector.add)
         self.log = control.run_on_all(partial(make_log, stage=steps.stage, stages=steps.stages))
         make_batch = host.make_batch(models)
         self._runner = IterationRunner(steps, inputs.planner, required=required, make_batch=make_batch, seed=host.seed)
@@ -175,9 +180,30 @@ class Run:
         self._evaluated.clear()
         add_times(get_model_config(models[0]).timers, result.trace, item.waited_seconds)
         reports = log.add(item, result.trace, losses, labels)
+        if self._corrector is not None and (said := self._corrector.step(item.entry.iteration)):
+            log.say_on_first(said)
         self.iterators["train"].prepare()
         self.host.trained(item.entry.iteration + 1, log.text)
         return reports
+
+    def _make_corrector(self, control: ControlGroup, inputs: PlanInputs, *, stage: int) -> Corrector:
+        return Corrector(
+            control,
+            inputs.planner,
+            stage=stage,
+            ahead=self.host.sources.ahead,
+            first_iteration=inputs.splits[0].first_iteration,
+            is_computed=isinstance(inputs.costs, AnalyticCosts),
+            adopt=self._adopt,
+        )
+
+    def _adopt(self, correction: Correction) -> bool:
+        """Have planners, and this node where it makes late plans, know corrected costs; every rank calls it."""
+        assert self._supply is not None and self.log is not None, "started"
+        is_known = self._supply.correct(correction)
+        if is_known:
+            self.log.add_correction(correction)
+        return is_known
 
     def _evaluate(self, split: str, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Take in a batch of an evaluation, which begins with the first of as many as are planned."""

@@ -8,6 +8,7 @@ from megatron_dynapipe.core.errors import ConfigError, DataError, DynaPipeError
 from megatron_dynapipe.data.identity import check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
 from megatron_dynapipe.integration.supply.config import SupplyConfig
+from megatron_dynapipe.integration.supply.same_flags import difference
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
 
@@ -22,15 +23,15 @@ def check_same_run(control: ControlGroup, settings: SupplyConfig, inputs: PlanIn
         DataError: a file of the dataset differs between nodes, or from the manifest that the run began with; names the
             file.
     """
-    if (difference := control.find_difference(inputs.fields())) is not None:
+    if differences := difference(inputs.fields(), control):
         raise ConfigError(
-            f"expected the same settings on all ranks: {difference}",
+            f"expected the same settings on all ranks: {differences}",
             hint="start every node with the same flags, run file, cost model and version of this package",
         )
     files = control.run_on_all(functools.partial(_dataset_files, settings, inputs))
-    if (difference := control.find_difference(files)) is not None:
+    if differences := difference(files, control):
         raise DataError(
-            f"expected the same dataset on all nodes: the digest of {difference}",
+            f"expected the same dataset on all nodes: the digest of {differences}",
             hint=f"copy one dataset folder to {settings.data} of every node; `megatron-dynapipe data verify` checks it",
         )
     return files

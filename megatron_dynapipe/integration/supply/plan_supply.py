@@ -20,7 +20,7 @@ import torch
 from megatron_dynapipe.core.errors import PlanError, PlannerFailedError, StoreError
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, pinning
-from megatron_dynapipe.data.meta import open_split, read_meta
+from megatron_dynapipe.data.meta import open_split, read_meta, task_ids_of
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.integration.flags import machine
 from megatron_dynapipe.integration.supply.agreement import AgreedIterator
@@ -28,7 +28,8 @@ from megatron_dynapipe.integration.supply.config import SupplyConfig
 from megatron_dynapipe.integration.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.control_group import ControlGroup
-from megatron_dynapipe.sampling import Cutter, SpanTable, read_task_ids
+from megatron_dynapipe.sampling import Cutter, SpanTable
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.process import PlannerProcess
 from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
@@ -110,6 +111,18 @@ class PlanSupply:
             _, gain = self._store.wait_any([self._keys.gain], timeout_s=timeout_s, what="what plans gain")
         return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
 
+    def correct(self, correction: Correction) -> bool:
+        """Plan with corrected costs from an iteration on that nobody has asked for; every rank calls it.
+
+        Returns whether planners can know them: without them, costs stay as they are.
+        """
+        told = self._control.rank == 0 and self._source is not None and self._source.publish(correction)
+        if self._control.broadcast_text("told" if told else "") != "told":
+            return False
+        if self._source is not None:
+            self._source.correct(correction)
+        return True
+
     def iterator(self, split: SplitSettings, *, required: RequiredFields) -> AgreedIterator:
         """One split's iterations for this rank, prefetched until the block ends."""
         return self._control.run_on_all(functools.partial(self._iterator, split, required))
@@ -122,7 +135,7 @@ class PlanSupply:
         by_task = required.labels and len(meta.tasks) > 1
         tasks = None
         if by_task or (required.text and split.sampler.needs_tasks):
-            tasks = read_task_ids(folder, split.name, meta.split_samples[split.name])
+            tasks = task_ids_of(folder, split.name, meta.split_samples[split.name], meta)
         planned = PlannedIterator(
             functools.partial(self._fetch, split, tag),
             Collator(

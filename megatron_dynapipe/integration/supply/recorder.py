@@ -1,35 +1,39 @@
 """Records of each iteration on this rank, and how rank 0 gathers it for the report at the run's end."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
+from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.executor import Mark
-from megatron_dynapipe.core.plan import MUCH_IDLE, Event
+from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.core.units import BatchLayout, in_mb
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.integration.supply.predictions import PredictionWatch
 from megatron_dynapipe.integration.supply.stage_record import Between, EvaluationLosses, HostLosses, stage_record
 from megatron_dynapipe.outputs import warn
+from megatron_dynapipe.processes import package_path, run_guarded
 from megatron_dynapipe.report.records import (
     EvaluationRecord,
     IterationRecord,
     MemoryRecord,
-    Record,
     RecordFile,
     RunRecord,
     StageRecord,
     TimelineRecord,
-    decode_records,
 )
 from megatron_dynapipe.report.starts import keep_earlier
-from megatron_dynapipe.report.summary import format_summary, summarise
-from megatron_dynapipe.report.trace import Panel, write_trace
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.memory import MemoryCounts
+from megatron_dynapipe.service.corrections import Correction, in_force
+
+_REPORT_S = 120.0
+"""Deadline of the summary at a run's end."""
 
 
 class Recorder:
@@ -50,7 +54,6 @@ class Recorder:
         write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
         reserves_all: the allocator was given the plan's limit ahead of tensors, so that fragments cannot be told.
-        with_limits: adds to a record where the iteration's time went; called at the end, on rank 0.
 
     Attributes:
         at_peak_ns: what the record of the iteration that was added last is to say.
@@ -69,7 +72,6 @@ class Recorder:
         write_metrics: Callable[[PlannedIteration, Sequence[Event]], None],
         memory: Callable[[], MemoryCounts | None] = lambda: None,
         reserves_all: bool = False,
-        with_limits: Callable[[IterationRecord], IterationRecord] = lambda record: record,
     ) -> None:
         self._folder = folder
         self._rank = rank
@@ -80,7 +82,7 @@ class Recorder:
         self._predictions = PredictionWatch()
         self._memory = memory
         self._reserves_all = reserves_all
-        self._with_limits = with_limits
+        self._corrections: list[Correction] = []
         self._peaks: MemoryCounts | None = None
         self._retries = 0
         self._has_run = False
@@ -117,6 +119,10 @@ class Recorder:
         """Say in this start's record where the time until its first iteration's end went."""
         self._run = msgspec.structs.replace(self._run, about={**self._run.about, "start": spent})
 
+    def add_correction(self, correction: Correction) -> None:
+        """Costs are corrected from an iteration on."""
+        self._corrections.append(correction)
+
     def add_evaluation(self, split: str, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Keep the last stage's loss reports of an iteration of an evaluation; empty elsewhere."""
         if self._tensor_rank == 0:
@@ -128,7 +134,10 @@ class Recorder:
             self._task_losses = read
 
     def report(self) -> str | None:
-        """Hand in this rank's records; on rank 0 gather all, draw the last iteration, and return the summary."""
+        """Hand in this rank's records; on rank 0 gather all, and return what `megatron-dynapipe report` says of them.
+
+        That draws the last iteration, too, in a process of its own.
+        """
         self.flush()
         content = b""
         with self._never_failing("read this rank's records"):
@@ -139,9 +148,13 @@ class Recorder:
             collected = [*self._collect(content)]
         if self._rank != 0:
             return None
-        with self._never_failing("sum up the records of all ranks"):
-            records = [record for rank, data in enumerate(collected) for record in self._records(rank, data)]
-            summary = self._summary(records)
+        for rank, data in enumerate(collected):
+            if rank != self._rank:
+                with self._never_failing(f"write the records of rank {rank}"):
+                    (self._folder / f"rank-{rank}.jsonl").write_bytes(data)
+        if any(collected):
+            with self._never_failing("sum up the records of all ranks"):
+                summary = _told(self._folder)
         return summary and f"{summary}\npage of the run: `megatron-dynapipe report {self._folder}` writes it"
 
     @contextlib.contextmanager
@@ -190,7 +203,7 @@ class Recorder:
             return
         records: list[IterationRecord | StageRecord] = []
         if item.entry.stage_plan.stage == 0:
-            records.append(self._iteration_record(item, events, memory, last=last))
+            records.append(self._iteration_record(item, events, memory))
         if not self._has_run and self._rank == 0:
             self._file.add(self._run)
             self._has_run = True
@@ -222,10 +235,12 @@ class Recorder:
         return Between(list_ns=list_ns, reduced_ns=reduced_ns, stepped_ns=reduced_ns if stepped is None else stepped())
 
     def _iteration_record(
-        self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None, *, last: bool
+        self, item: PlannedIteration, events: Sequence[Event], memory: MemoryCounts | None
     ) -> IterationRecord:
-        record = IterationRecord(
+        correction = in_force(self._corrections, item.entry.iteration)
+        return IterationRecord(
             iteration=item.entry.iteration,
+            corrections=() if correction is None else correction.percents,
             measured_ns=events[-1].end_ns - events[0].start_ns if events else 0,
             predicted_ns=item.entry.totals.predicted_ns,
             plan_wait_ns=round(item.waited_seconds * 1e9),
@@ -237,10 +252,6 @@ class Recorder:
             reserved_bytes=0 if memory is None else memory.reserved_bytes,
             allocator_retries=0 if memory is None else memory.retries,
         )
-        if last and self._rank == 0 and record.predicted_ns and record.measured_ns:
-            with self._never_failing("tell where the time of the last iteration went"):
-                record = self._with_limits(record)
-        return record
 
     def _count_memory(self, memory: MemoryCounts, *, last: bool) -> None:
         if self._reserves_all:
@@ -275,61 +286,15 @@ class Recorder:
             " --dynapipe-device-memory-limit, or add --dynapipe-reserve-all-memory"
         )
 
-    def _records(self, rank: int, data: bytes) -> list[Record]:
-        path = self._folder / f"rank-{rank}.jsonl"
-        if rank != self._rank:
-            with self._never_failing(f"write the records of rank {rank}"):
-                path.write_bytes(data)
-        return decode_records(data, origin=str(path))
 
-    def _summary(self, records: Sequence[Record]) -> str | None:
-        iterations = [record for record in records if isinstance(record, IterationRecord)]
-        if not iterations:
-            return None
-        panels: list[Panel] = []
-        pictures: list[Path] = []
-        with self._never_failing("draw the last iteration"):
-            timelines = [r for r in records if isinstance(r, TimelineRecord) and r.replica == 0]
-            last = max((r.iteration for r in timelines), default=0)
-            panels = _panels([r for r in timelines if r.iteration == last])
-            if panels:
-                from megatron_dynapipe.report.timeline import draw  # Matplotlib takes each rank most of a second
+def _told(folder: Path) -> str:
+    """What `megatron-dynapipe report` prints of the start whose records lie in a folder, in which it draws pictures.
 
-                pictures.append(draw(panels, self._folder / "timeline.png"))
-                pictures.append(write_trace(panels, self._folder / "timeline.trace.json"))
-        memory = [record for record in records if isinstance(record, MemoryRecord)]
-        summary = summarise(
-            iterations,
-            maximum=self._run.maximum,
-            computed_costs=self._run.computed_costs,
-            pictures=pictures,
-            memory=memory,
-            stages=[record for record in records if isinstance(record, StageRecord)],
-        )
-        return format_summary(summary) + _idle_hint(panels)
-
-
-def _panels(records: Sequence[TimelineRecord]) -> list[Panel]:
-    """The last iteration of replica 0: planned above measured."""
-    stages = sorted(records, key=lambda record: record.stage)
-    if not any(record.measured for record in stages):
-        return []
-    start = min(event.start_ns for record in stages for event in record.measured)
-    planned = tuple(record.planned for record in stages)
-    measured = tuple(
-        tuple(Event(e.instruction, e.start_ns - start, e.end_ns - start) for e in record.measured) for record in stages
-    )
-    what = f"iteration {stages[0].iteration + 1}"  # Megatron counts from 1
-    return [Panel(f"{what}: planned", planned), Panel(f"{what}: measured", measured)]
-
-
-def _idle_hint(panels: Sequence[Panel]) -> str:
-    """Where the last iteration's plan leaves stages idle for long, what shortens that; else nothing."""
-    idle = panels[0].idle_share if panels and len(panels[0].timeline) > 1 else 0.0
-    if idle < MUCH_IDLE:
-        return ""
-    return (
-        f"\nhint: the last plan leaves stages idle {idle:.0%} of the time: --dynapipe-layers-per-stage auto evens"
-        " them out where layers differ (a patched checkout: --pipeline-model-parallel-layout); else more samples per"
-        " iteration, or fewer stages"
-    )
+    Raises:
+        DataError: why it could not.
+    """
+    command = [sys.executable, "-P", "-m", "megatron_dynapipe", "report", str(folder), "--end-of-run"]
+    status, lines = run_guarded(command, deadline_s=_REPORT_S, env=os.environ | {"PYTHONPATH": package_path()})
+    if status != 0:
+        raise DataError("\n".join(lines[-3:]) or f"not done after {_REPORT_S:.0f} s")
+    return "\n".join(lines)

@@ -1,17 +1,17 @@
-"""Every flag is the same on all ranks, but for those of the table below: a stale run file on one node is one error.
+"""What is the same on all ranks: every flag but for those of the tables below, so that a stale run file is one error.
 
-Ranks compare what was parsed, before anything is made of it: Megatron's arguments and ours, those at their defaults,
-too. What Megatron makes of equal flags is equal.
+Ranks compare one digest, and say what differs. Of flags it is of what was parsed, before anything is made of it:
+Megatron's arguments and ours, those at their defaults, too. What Megatron makes of equal flags is equal.
 """
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.flags.refusals import flag_of
 
 _ELSEWHERE: Mapping[str, str] = {
     "a dataset's copy on this node, whose files are compared": "dynapipe_data",
@@ -53,35 +53,19 @@ class Ranks(Protocol):
         """On rank 0 what every rank hands in, by rank; nothing on the others."""
 
 
-def comparable(args: argparse.Namespace, known: Sequence[argparse.Action]) -> dict[str, str]:
-    """The values that ranks compare, as text, by the name of the flag.
-
-    Args:
-        args: as parsed, before anything changes it.
-        known: Megatron's own arguments, which name the flags; others are named by their destinations.
-    """
-    setters: dict[str, list[argparse.Action]] = {}
-    for action in known:
-        if action.option_strings:
-            setters.setdefault(action.dest, []).append(action)
-    values = {name: value for name, value in vars(args).items() if name not in OWN}
-    return dict(_named(name, value, setters.get(name, [])) for name, value in values.items())
-
-
-def _named(name: str, value: Any, setters: Sequence[argparse.Action]) -> tuple[str, str]:
-    is_switch = len(setters) == 1 and setters[0].nargs == 0
-    flag = flag_of(setters[0]) if setters else f"--{name.replace('_', '-')}"
-    if name in ELSEWHERE:
-        return flag, _ABSENT if value is None else _GIVEN
-    if is_switch:
-        return flag, _GIVEN if value == setters[0].const else _ABSENT
-    if not setters and isinstance(value, bool):
-        return flag, _GIVEN if value else _ABSENT
-    return flag, _ABSENT if value is None else _text(value)
+def comparable(args: argparse.Namespace) -> dict[str, str]:
+    """The values of parsed flags that ranks compare, as text, by name; before anything changes them."""
+    return {
+        f"--{name.replace('_', '-')}": _text(value if name not in ELSEWHERE or value is None else _GIVEN)
+        for name, value in vars(args).items()
+        if name not in OWN
+    }
 
 
 def _text(value: Any) -> str:
     """The same in every process: no addresses."""
+    if value is None or isinstance(value, bool):
+        return _GIVEN if value else _ABSENT
     if isinstance(value, list | tuple):
         return " ".join(map(_text, value)) or "none"
     if isinstance(value, str | int | float | Path):
@@ -90,30 +74,40 @@ def _text(value: Any) -> str:
 
 
 def check_same_flags(flags: Mapping[str, str], ranks: Ranks) -> None:
-    """Compare the `comparable` flags of all ranks with rank 0's; every rank calls it.
+    """Compare the `comparable` flags of all ranks; every rank calls it.
 
     Raises:
         ConfigError: on every rank: some rank has others; names the flags, their values and the ranks.
     """
-    first: dict[str, str] = json.loads(ranks.broadcast_text(json.dumps(dict(flags))))
-    names = sorted(first.keys() | flags.keys())
-    different = {name: flags.get(name, _ABSENT) for name in names if flags.get(name) != first.get(name)}
-    rows = [json.loads(row) for row in ranks.collect(json.dumps(different).encode())]
-    differences = ranks.broadcast_text(", ".join(_limited([*_differences(first, rows)])))
-    if differences:
+    if differences := difference(flags, ranks):
         raise ConfigError(
             f"expected the same flags on all ranks, got {differences}",
             hint="start every node with the same command line and the same run file; look for a stale copy of one",
         )
 
 
-def _differences(first: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """In words, for each flag in which ranks differ from rank 0, which ranks have which value."""
+def difference(fields: Mapping[str, str], ranks: Ranks) -> str:
+    """The fields in which ranks differ, which ranks have which value, the same on all ranks; empty where none do.
+
+    Every rank calls it. They exchange a digest, and fields where digests differ. A rank without fields has no say.
+    """
+    text = json.dumps(dict(fields), sort_keys=True).encode()
+    digests = set(ranks.collect(hashlib.blake2b(text, digest_size=16).hexdigest().encode() if fields else b""))
+    if not ranks.broadcast_text("differ" if len(digests - {b""}) > 1 else ""):
+        return ""
+    rows = [json.loads(row) for row in ranks.collect(text)]
+    return ranks.broadcast_text(", ".join(_limited([*_differences(rows)])))
+
+
+def _differences(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """In words, for each field in which ranks differ, which ranks have which value."""
     for name in sorted({name for row in rows for name in row}):
         by_value: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
-            by_value.setdefault(row.get(name, first.get(name, _ABSENT)), []).append(rank)
-        yield f"{name} " + " and ".join(f"{_short(value)} on {_ranks(of)}" for value, of in by_value.items())
+            if row:
+                by_value.setdefault(row.get(name, _ABSENT), []).append(rank)
+        if len(by_value) > 1:
+            yield f"{name} " + " and ".join(f"{_short(value)} on {_ranks(of)}" for value, of in by_value.items())
 
 
 def _short(value: str) -> str:

@@ -19,12 +19,12 @@ from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
-from megatron_dynapipe.integration.entry.preflight import long_samples
 from megatron_dynapipe.integration.entry.script import ScriptRun
 from megatron_dynapipe.integration.equip.attention import has_engine_attention
 from megatron_dynapipe.integration.equip.experts import finish_iteration, forget_iteration, routers_of
 from megatron_dynapipe.integration.execution.step_functions import masked_loss, takes_mask
 from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
+from megatron_dynapipe.integration.supply.long_samples import long_samples
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
 from megatron_dynapipe.tools.certify.records import GRADIENTS, REVERSED, SAMPLES, RankRecord
@@ -75,7 +75,7 @@ class ReferenceRun(ScriptRun):
         config = self.host.config
         split = config.inputs.splits[0]
         self.record.notes = [*long_samples(split_sampler(config.data, split), config.data, split)]
-        if config.checkpoints.pretrained is None:
+        if config.checkpoints.args.pretrained_checkpoint is None:
             (self.folder / "weights").mkdir()
             checkpoint.save(self._modules[0], self.folder / "weights")
         return iter(range(1_000_000)), None, None

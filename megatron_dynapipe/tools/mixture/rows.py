@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megatron_dynapipe.core.errors import DataError
@@ -33,6 +34,7 @@ MOST_LINE_BYTES = 64_000_000
 MOST_ARRAY_BYTES = 2_000_000_000
 """Bytes of a file that is one array of rows."""
 _ROWS_AT_ONCE = 1000
+_ROWS_UNPACKED = 64
 _PACKED = (".gz", ".bz2", ".zst")
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
@@ -207,7 +209,7 @@ def _json_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
 
 def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     """The rows of one array, which is read whole."""
-    content = head + read_up_to(file, MOST_ARRAY_BYTES)
+    content = read_up_to(file, MOST_ARRAY_BYTES + 1, head=head)
     if len(content) > MOST_ARRAY_BYTES:
         raise DataError(
             f"{path}: expected an array of at most {MOST_ARRAY_BYTES} bytes, found more",
@@ -284,8 +286,32 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
+    """Tables of about `BLOCK_BYTES`, of few rows at a time: a small file may hold one long text for all of them."""
+    waiting: list[Any] = []
     with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_ROWS_AT_ONCE)
+        for batch in file.iter_batches(batch_size=_ROWS_UNPACKED):
+            waiting.append(batch)
+            if len(waiting) * _ROWS_UNPACKED >= _ROWS_AT_ONCE or sum(map(_plain_bytes, waiting)) >= BLOCK_BYTES:
+                yield pa.Table.from_batches(waiting)
+                waiting.clear()
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
+def _plain_bytes(table: Any) -> int:
+    """Bytes of a table's values, with a dictionary's as often as rows name them."""
+    size: int = table.nbytes
+    for field in table.schema:
+        if pa.types.is_dictionary(field.type) and _is_bytes(field.type.value_type):
+            column = table[field.name]
+            for chunk in getattr(column, "chunks", [column]):
+                size += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+    return size
+
+
+def _is_bytes(kind: Any) -> bool:
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _arrow(path: Path) -> Iterator[Any]:
@@ -314,12 +340,12 @@ def table_blocks(
     """
     first = 0
     for table in tables:
-        at_once = max(1, min(_ROWS_AT_ONCE, table.num_rows * BLOCK_BYTES // max(table.nbytes, 1)))
+        at_once = max(1, min(_ROWS_AT_ONCE, table.num_rows * BLOCK_BYTES // max(_plain_bytes(table), 1)))
         for start in range(0, table.num_rows, at_once):
             part = table.slice(start, at_once)
-            if part.nbytes > MOST_LINE_BYTES:
+            if _plain_bytes(part) > MOST_LINE_BYTES:
                 for row in range(part.num_rows):
-                    if part.slice(row, 1).nbytes > MOST_LINE_BYTES:
+                    if _plain_bytes(part.slice(row, 1)) > MOST_LINE_BYTES:
                         raise DataError(
                             f"{name}, row {first + row}: expected at most {MOST_LINE_BYTES} bytes, found more"
                         )

@@ -15,12 +15,11 @@ from typing import Any
 
 from megatron_dynapipe.core.instructions import EFFECTS, Work, format_instruction
 from megatron_dynapipe.core.plan import Timeline, kind_of
-from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS, amount
-from megatron_dynapipe.report.records import RunRecord
+from megatron_dynapipe.core.units import BYTES_PER_MB, NS_PER_MS
 from megatron_dynapipe.tools.report.run import PASSES, RecordedTimeline, Run, stage_medians
 
 ITERATION = "iteration"
-"""Title of the axes on which starts are marked."""
+"""Title of the axes of iterations."""
 MOST_LINES = 8
 """Tasks in one chart."""
 MOST_POINTS = 1_000
@@ -91,20 +90,7 @@ def run_charts(run: Run) -> list[Chart]:
         if chart.layout.get("xaxis", {}).get("title") != ITERATION:
             continue
         chart.layout["xaxis"] |= _whole(run.iterations[-1].iteration - run.iterations[0].iteration)
-        if len(run.starts) > 1:
-            chart.layout.update(_marks(run.starts))
     return charts
-
-
-def _marks(starts: Sequence[RunRecord]) -> dict[str, Any]:
-    """A line and the number of ranks where each start but the first began."""
-    places = [(start.first_iteration + 1, amount(start.world_size, "rank")) for start in starts[1:]]
-    upright = {"yref": "paper", "y0": 0, "y1": 1, "line": {"color": BUBBLE, "dash": "dot", "width": 1}}
-    text = {"yref": "paper", "y": 0, "yanchor": "bottom", "xanchor": "left", "showarrow": False, "font": {"size": 10}}
-    return {
-        "shapes": [{"type": "line", "x0": x, "x1": x, **upright} for x, _ in places],
-        "annotations": [{"x": x, "text": name, **text} for x, name in places],
-    }
 
 
 def thinned(xs: Sequence[int], ys: Sequence[float]) -> tuple[list[int], list[float]]:

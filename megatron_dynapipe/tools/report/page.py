@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe import __version__
-from megatron_dynapipe.choosing.limits import CAUSES, WORK
 from megatron_dynapipe.core.errors import InstallationError
 from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.extras import from_clone
@@ -19,9 +18,6 @@ from megatron_dynapipe.tools.report.run import Run
 
 PAGE = "report.html"
 """Its name in the folder of a run."""
-
-_LABELS = {WORK: "work that no plan can avoid", **CAUSES}
-"""Of the bar's colours."""
 
 is_page = marked('<meta name="generator" content="megatron-dynapipe">')
 
@@ -37,10 +33,6 @@ def write_page(run: Run, summary: Summary, path: Path, *, title: str) -> Path:
         "title": title,
         "version": __version__,
         "facts": _facts(summary),
-        "lastIteration": {
-            "text": summary.of_limits,
-            "shares": [(name, _LABELS.get(name, name), share) for name, share in summary.time_shares.items()],
-        },
         "about": _about(run.starts),
         "charts": run_charts(run),
         "timelines": timeline_panels(run.timelines),

@@ -48,6 +48,7 @@ class Run:
         tokens: that counted in the last evaluation, by split and the loss's name.
         stages: records of every stage of the last start, all its replicas and iterations.
         timelines: in the order of iterations and replicas; those of which every stage has handed one in.
+        memory: of the ranks of the last start; empty without GPUs.
     """
 
     starts: tuple[RunRecord, ...]
@@ -57,6 +58,7 @@ class Run:
     timelines: tuple[RecordedTimeline, ...]
     evaluations: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
     tokens: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    memory: tuple[MemoryRecord, ...] = ()
 
     @property
     def run(self) -> RunRecord | None:
@@ -79,13 +81,13 @@ class Run:
         return Shape(1, max(pair[0] for pair in lengths), max(pair[1] for pair in lengths))
 
 
-def read_run(folder: Path) -> Run:
-    """Read every rank's records of every start; what a later start trained again counts as it trained it.
+def read_run(folder: Path, *, last_start: bool = False) -> Run:
+    """Read every rank's records of every start, or of the last; what a later one trained again counts as it trained it.
 
     Raises:
         DataError: there are no records of iterations, or a line is not a record.
     """
-    starts = [_read_start(path) for path in (*earlier_starts(folder), folder)]
+    starts = [_read_start(path) for path in (*([] if last_start else earlier_starts(folder)), folder)]
     begun = [run.first_iteration if run else 0 for run, _ in starts]
     ends = [min(begun[at + 1 :], default=None) for at in range(len(starts))]
     iterations: list[IterationRecord] = []
@@ -112,6 +114,7 @@ def read_run(folder: Path) -> Run:
         stages=dict(sorted(stages.items())),
         timelines=tuple(timelines),
         evaluations=_evaluations(evaluated),
+        memory=tuple(record for record in last_records if isinstance(record, MemoryRecord)),
         tokens={split: _tokens([r for r in evaluated if r.split == split]) for split in {r.split for r in evaluated}},
     )
 

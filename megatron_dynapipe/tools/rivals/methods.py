@@ -20,7 +20,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.choosing.limits import limits
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.memory import peak_bytes
@@ -69,8 +68,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_mb: of the stage that needs most.
         padding_efficiency: real tokens over positions, from 0 to 1.
         shapes: different shapes of micro-batches.
-        of_limits: of a planned batch, how near it is to what no plan can beat (`choosing.limits`).
-        limits: of a planned batch, these in milliseconds, by name.
         idle: share of all stages' time in which no pass runs.
     """
 
@@ -81,8 +78,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     shapes: int
     idle: float
-    of_limits: str | None = None
-    limits: dict[str, float] | None = None
 
 
 def predict_fastest(
@@ -120,13 +115,7 @@ def predict(
     """
     planned = rows_of_longest(batch, longest, settings.model.family) if method == "packing" else batch
     planner = planner_of(method_settings(method, longest, settings), cost_model)
-    plan = planner.plan(planned, 0)
-    prediction = prediction_of(plan, tokens=batch.tokens)
-    if method != "dynapipe":
-        return prediction
-    bounds = limits(planner, planned, plan)
-    causes = bounds.causes(plan.totals.predicted_ns)
-    return msgspec.structs.replace(prediction, of_limits=causes, limits=bounds.milliseconds())
+    return prediction_of(planner.plan(planned, 0), tokens=batch.tokens)
 
 
 def prediction_of(plan: IterationPlan, *, tokens: int) -> Prediction:

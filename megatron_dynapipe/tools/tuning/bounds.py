@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.choosing.least_costs import BOTH, LeastCosts
-from megatron_dynapipe.choosing.planners import links_of, tables_of
+from megatron_dynapipe.choosing.planner import links_of
+from megatron_dynapipe.choosing.planners import tables_of
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import Floats
 from megatron_dynapipe.core.settings import PlannerSettings

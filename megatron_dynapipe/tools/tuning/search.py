@@ -20,8 +20,6 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.choosing.layer_split import choose_layer_split
-from megatron_dynapipe.choosing.limits import limits
-from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import NS_PER_MS
@@ -94,19 +92,7 @@ def tune(
         interrupted = True
     evaluations.sort(key=rank)
     tuning = tuning_of(evaluations, batches, search.plans, time.monotonic() - start, interrupted=interrupted)
-    tuning = msgspec.structs.replace(tuning, rivals=of_rivals, rivals_with_stages=with_stages)
-    return _with_causes(tuning, cost_model, batches[0])
-
-
-def _with_causes(tuning: Tuning, cost_model: CostModel, batch: GlobalBatch) -> Tuning:
-    """The tuning, whose best layout says where its plan's time goes."""
-    best, *behind = tuning.layouts
-    if best.predicted_ms is None:
-        return tuning
-    planner = planner_of(tuning.settings[0], cost_model)
-    plan = planner.plan(batch, 0)
-    causes = limits(planner, batch, plan).causes(plan.totals.predicted_ns)
-    return msgspec.structs.replace(tuning, layouts=(msgspec.structs.replace(best, of_limits=causes), *behind))
+    return msgspec.structs.replace(tuning, rivals=of_rivals, rivals_with_stages=with_stages)
 
 
 def _improve_splits(evaluations: Sequence[Evaluation], space: Space, workers: Workers) -> None:

@@ -121,7 +121,6 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
         idle: share of the pipelines' time in which a stage runs no pass.
         micro_batches: of the replica that has most.
         recompute: modes of micro-batches, as `none+full`.
-        of_limits: how near the best layout's first plan is to what no plan of that layout can beat; None of others.
         mfu: model FLOPs utilization, of the device's peak; None where that is not known, and for experts.
         error: why it cannot be built, or a batch has no plan.
         measured_ms: of an iteration, where it was trained.
@@ -143,7 +142,6 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
     idle: float | None = None
     micro_batches: float | None = None
     recompute: str = ""
-    of_limits: str | None = None
     mfu: float | None = None
     error: str | None = None
     measured_ms: float | None = None

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from megatron_dynapipe.choosing.planners import links_of, model_state_of, planner_of, tables_of
+from megatron_dynapipe.choosing.planner import links_of
+from megatron_dynapipe.choosing.planners import model_state_of, planner_of, tables_of
 from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan, StagePlan

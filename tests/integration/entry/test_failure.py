@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dynapipe import outputs
 from megatron_dynapipe.core.errors import CheckpointError, ConfigError, ExecutionError
 from megatron_dynapipe.integration.entry import bootstrap, failure, leaving
-from megatron_dynapipe.integration.flags.trackers import TRACKER
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER
 from tests.helpers import entry_scripts
 from tests.helpers.entry_scripts import run_script, script_of, words
 from tests.helpers.processes import in_ranks, run_ranks

@@ -132,30 +132,6 @@ def test_ranks_start_together_or_one_reports(failing):
     assert reporting in failing and outcomes.count("leaves with 2") == 2
 
 
-@pytest.mark.parametrize("skipped", [0, 3])
-def test_a_loss_that_is_not_a_number_is_logged(skipped, monkeypatch):
-    from megatron_dynapipe.integration.hooks import active_run
-    from tests.integration.hooks.test_replacements import FakeRun
-
-    lost = f" iteration 4/ 9 | loss scale: 1.0 | number of skipped iterations: {skipped:3d} |"
-    good = lost.replace(" loss scale", " lm loss: 2.5E+00 | loss scale")
-    plan = FakeRun().text()
-    assert active_run.log_line(lost) == lost
-    active_run.activate(FakeRun())
-    try:
-        said = lost if skipped else lost.replace(" loss scale", " lm loss: nan | loss scale")
-        assert active_run.log_line(lost) == said + plan
-        assert active_run.log_line(good) == good + plan
-        assert " lm loss: nan | loss scale: " in active_run.log_line(lost)  # it had one before: this one is lost
-        monkeypatch.setattr(FakeRun, "has_labels", False)
-        assert " no token of this batch counts |" in active_run.log_line(good)
-        monkeypatch.setattr(FakeRun, "has_labels", True)
-        monkeypatch.setattr(FakeRun, "tokens", 16_301)
-        assert "| global batch size: 16301 tokens | lm" in active_run.log_line(f" | global batch size:   80 | lm{good}")
-    finally:
-        active_run.deactivate()
-
-
 @pytest.mark.slow
 def test_torchrun_prints_a_refusal_once(tmp_path):
     """The error and its hint, once; below its traceback, torchrun's summary has them as the root cause."""

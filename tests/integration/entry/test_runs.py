@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from tests.helpers.entry_scripts import ROOT, train
+from megatron_dynapipe.tools.report.run import read_run
+from tests.helpers.entry_scripts import ROOT, run_entry, train, words
+from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
 
@@ -29,6 +31,49 @@ def test_a_run_ends_with_a_summary_and_pictures(data, tmp_path):
     assert titles == ["iteration 8: planned", "iteration 8: measured"]
     losses = list(runs[-1]["losses"].values())
     assert losses[-1] < losses[0]
+
+
+def test_the_run_s_line_says_what_megatron_s_leaves_out(data, tmp_path):
+    flags = "--train-iters 3 --lr 1e30 --no-check-for-nan-in-loss-and-grad --tokens-per-global-batch 400"
+    (run,) = train("gpt", data, flags, ranks=1, report=tmp_path / "report")
+    lines = re.findall(r"^ iteration (\d) planned: tokens: \d+ \| micro-batches: .*$", run["stdout"], re.MULTILINE)
+    assert lines == ["1", "2", "3"]
+    assert "the loss is not a number |" in run["stdout"].partition(" iteration 3 planned:")[2]
+    assert "the loss is not a number |" not in run["stdout"].partition(" iteration 2 planned:")[0]
+
+
+OWN_SCRIPT = """
+from megatron_dynapipe.tools.elastic import adapting
+
+def main():
+    from megatron.training import pretrain
+
+    import megatron_dynapipe
+
+    with megatron_dynapipe.planned("gpt") as arguments:
+        pretrain(**arguments)
+"""
+
+
+def test_a_script_of_the_user_s_own_enters_by_the_package_s_door(data, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_SCRIPT)
+    argv = words("gpt", data, "--train-iters 2", report=tmp_path / "report")
+    arguments = {"script": str(tmp_path / "own.py"), "argv": argv, "kill": None, "pictures": False}
+    (run,) = run_ranks(run_entry, 1, arguments, deadline_s=150)
+    assert run["status"] == 0 and list(run["losses"]) == ["1", "2"]
+
+
+def test_plans_follow_what_passes_take(data, tmp_path):
+    """Costs computed for another device have stages' forward and backward passes in another ratio than this machine."""
+    flags = "--pipeline-model-parallel-size 2 --train-iters 28 --dynapipe-lookahead 1"
+    runs = train("gpt", data, flags, ranks=2, report=tmp_path / "on")
+    first = re.search(r"^costs from iteration (\d+) on: .* × \d\.\d\d", runs[0]["stdout"], re.MULTILINE)
+    assert first is not None and 18 < int(first[1]) < 26
+    records = {r.iteration: r.corrections for r in read_run(tmp_path / "on").iterations}
+    assert [bool(records[iteration]) for iteration in (0, int(first[1]) - 2, int(first[1]) - 1, 27)] == [0, 0, 1, 1]
+    off = train("gpt", data, f"{flags} --dynapipe-correct off", ranks=2, report=tmp_path / "off")
+    assert not any(r.corrections for r in read_run(tmp_path / "off").iterations)
+    assert off[-1]["losses"] == pytest.approx(runs[-1]["losses"], rel=1e-5)
 
 
 @pytest.mark.slow

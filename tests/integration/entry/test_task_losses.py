@@ -62,7 +62,7 @@ def test_losses_by_task_are_logged_drawn_and_reported(
     assert {split: sorted(losses) for split, losses in evaluations.items()} == dict.fromkeys(
         ("train", "valid", "test"), names
     )
-    logged = dict(re.findall(r"iteration +(\d+)/.*\n loss by task \|(.*)", log))
+    logged = dict(re.findall(r"iteration +(\d+) planned:.*\n loss by task \|(.*)", log))
     assert list(logged) == ["2", "4"], "two iterations to a line"
     for at, line in logged.items():
         for task, loss in re.findall(r" ([a-z ]+): (\S+) \|", line):

@@ -52,10 +52,12 @@ IMPOSSIBLE = {
 }
 SLOW = {
     "Transformer Engine in fp32": (ENGINE | {"bf16": False}, "is for fp16 and bf16"),
-    "windows of Transformer Engine": (OURS | {"window_size": (8, 0)}, "has not been run yet"),
-    "sinks": (OURS | {"softmax_type": "learnable"}, "has not been run yet"),
-    "multi-latent attention": (OURS | {"multi_latent_attention": True}, "has not been run yet"),
-    "Transformer Engine": (ENGINE, "has not been run yet; --dynapipe-layout packed takes it"),
+    "windows of Transformer Engine": (OURS | {"window_size": (8, 0)}, "with windows over packed rows has not been run"),
+    "sinks": (OURS | {"softmax_type": "learnable"}, "with sinks over packed rows has not been run"),
+    "multi-latent attention": (
+        OURS | {"multi_latent_attention": True},
+        "with latent keys over packed rows has not been run",
+    ),
     "fp32": ({"bf16": False}, "is for fp16 and bf16"),
     "wide heads": ({"kv_channels": 288}, "has no heads of 288 channels"),
     "odd heads": ({"hidden_size": 960}, "has no heads of 60 channels"),
@@ -67,7 +69,8 @@ SLOW = {
 RELATIVE = {"position_embedding_type": "relative"}
 ALLOWED = [
     # changes of the flags, on a CPU, the layouts
-    *((changes, False, BOTH) for changes in ({}, {"kv_channels": 256}, RELATIVE, OURS, OURS | RELATIVE)),
+    *((changes, False, BOTH) for changes in ({}, {"kv_channels": 256}, RELATIVE, OURS, OURS | RELATIVE, ENGINE)),
+    (OURS | {"use_dynapipe": True}, False, BOTH),
     *((changes, True, BOTH) for changes in ({"attention_dropout": 0.1}, {"bf16": False}, RELATIVE)),
     *(({"use_dynapipe": patched, "dynapipe_attention": "megatron"}, True, BOTH) for patched in (False, True)),
     *((changes, True, BOTH) for changes in ({"window_size": (8, 0)}, {"multi_latent_attention": True})),

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.core.errors import ConfigError, DynaPipeError
+from megatron_dynapipe.core.network import Link
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.format import encode_file
-from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.integration.flags import command_line
 from tests.costing import models
 from tests.helpers.entry_scripts import train, words

@@ -9,9 +9,8 @@ import torch
 from megatron_dynapipe import config
 from megatron_dynapipe.config import read_cluster
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE
+from megatron_dynapipe.core.network import INTER_NODE, INTRA_NODE, Link
 from megatron_dynapipe.costing import Network
-from megatron_dynapipe.costing.links import Link
 from megatron_dynapipe.integration.flags import machine
 from tests.configs.test_configs import CLUSTERS
 

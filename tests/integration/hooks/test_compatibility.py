@@ -24,20 +24,6 @@ def test_the_installed_megatron_passes_without_a_word():
 
 
 @in_ranks(1)
-def test_a_megatron_of_no_known_release_is_named_and_accepted(tmp_path):
-    """Its files are not known; what is checked is the installed one's."""
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 21\nPATCH = 0\n")
-    compatibility.megatron_folders = lambda: [tmp_path / "megatron"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        compatibility.check()
-    said = printed.getvalue()
-    assert said.startswith("notice: Megatron 0.19.2 at")
-    assert "is of no known release (megatron/training/arguments.py, " in said and "was checked and is there" in said
-
-
-@in_ranks(1)
 def test_what_is_missing_is_named():
     del importlib.import_module(compatibility.TRAINING).train_step
     message = "lacks what planned runs rely on: no train_step in megatron.training.training\nhint: pip install"

@@ -27,8 +27,6 @@ class FakeRun:
     shape = None
     timeout_s = 30.0
     samples = 19
-    tokens: int | None = None
-    has_labels = True
 
     @property
     def log(self) -> "FakeRun":
@@ -78,23 +76,17 @@ def test_replacements_are_installed_once_and_reverted():
     modules.append(ModuleType("a script's helper"))
     modules[-1].get_forward_backward_func = modules[0].get_forward_backward_func
     sys.modules["helper"] = modules[-1]
-    before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
-    lines: list[str] = []
-    training.print_rank_last, before[-1] = lines.append, lines.append
+    before = [module.get_forward_backward_func for module in modules] + [training.train_step, training.training_log]
     run = FakeRun()
     with replacements.installed(run):
         schedules = [module.get_forward_backward_func(pp_size=1, vp_size=None) for module in modules]
         assert schedules == [run.forward_backward] * 4
-        training.print_rank_last(" [now] iteration 1/ 5 | elapsed time per iteration (ms): 3 |")
-        training.print_rank_last("something else")
         with pytest.raises(ConfigError, match="got a second one"), replacements.installed(FakeRun()):
             pass
         assert active_run.schedule(max) == run.forward_backward
-    after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.print_rank_last]
+    after = [module.get_forward_backward_func for module in modules] + [training.train_step, training.training_log]
     assert after == before
     assert active_run.schedule(max) is max
-    line, other = lines
-    assert line.endswith("| micro-batches: 3 |") and other == "something else"
 
 
 @pytest.mark.parametrize("has_makefile", [True, False])
@@ -153,42 +145,31 @@ def test_the_version_is_read_from_the_source(text, version, tmp_path):
     assert version_of(tmp_path / "package_info.py") == version
 
 
-def evaluation_line(tasks: dict[str, float]) -> str:
-    losses = {"lm loss": 7.0} | {f"lm loss {task}": loss for task, loss in tasks.items()}
-    parts = (f"{name} value: {loss:.6E} | {name} PPL: {2.7**loss:.6E} | " for name, loss in losses.items())
-    return f" validation loss at iteration 10 | {''.join(parts)}"
-
-
-def test_an_evaluation_of_many_tasks_is_one_short_line():
-    few, many = (evaluation_line({f"task {n} (a)": 5 + n / 100 for n in range(count)}) for count in (5, 68))
-    assert replacements.shorter_evaluation(few) == few and len(many) > 5000
-    short = replacements.shorter_evaluation(many)
-    assert short.startswith(" validation loss at iteration 10 | lm loss value: 7.000000E+00 | lm loss PPL: ")
-    assert short.endswith(
-        " | highest of 68 tasks: task 67 (a) 5.6700, task 66 (a) 5.6600, task 65 (a) 5.6500, task 64 (a) 5.6400,"
-        " task 63 (a) 5.6300 | "
-    )
-    assert replacements.shorter_evaluation("-" * 9000) == "-" * 120
-    assert replacements.shorter_evaluation("anything else") == "anything else"
-
-
 @in_ranks(1)
-def test_the_first_iteration_of_a_start_is_in_one_line():
+def test_a_line_of_the_run_follows_each_of_megatron_s():
     import importlib
 
     training = importlib.import_module("megatron.training.training")
-    logged: list[bool] = []
+    lines: list[str] = []
+    training.print_rank_last = lines.append
 
     def training_log(losses: object, iteration: int, is_first_iteration: bool = False) -> None:
-        logged.append(is_first_iteration)
+        lines.append(f"{iteration} {is_first_iteration}")
 
-    log = replacements._logging_once(training_log)
-    for interval, expected in ((1, [False, False]), (10, [True, False])):
-        logged.clear()
+    log = replacements._logging(training_log)
+    active_run.activate(FakeRun())
+    ours = [f" iteration {iteration} planned: micro-batches: 3 |" for iteration in (11, 12)]
+    for interval, expected in (
+        (1, ["11 False", ours[0], "12 False", ours[1]]),
+        (10, ["11 True", "12 False"]),
+        (12, ["11 True", "12 False", ours[1]]),
+    ):
+        lines.clear()
         with mock.patch("megatron.training.get_args", lambda interval=interval: SimpleNamespace(log_interval=interval)):
             log({}, 11, is_first_iteration=True)
             log({}, 12)
-        assert logged == expected
+        assert lines == expected
+    active_run.deactivate()
     assert "is_first_iteration" in training.training_log.__code__.co_varnames
 
 
@@ -219,7 +200,7 @@ def test_a_patched_checkout_counts_flops_of_what_runs():
     import megatron.training
     from megatron.training import training
 
-    from megatron_dynapipe.integration.entry import runs
+    from megatron_dynapipe.integration.entry import script
 
     class Reporting(FakeRun, contextlib.nullcontext):
         def print_report(self) -> None:
@@ -228,7 +209,7 @@ def test_a_patched_checkout_counts_flops_of_what_runs():
     counts = []
     with (
         mock.patch.object(megatron.training, "get_args", return_value=SimpleNamespace(use_dynapipe=True)),
-        mock.patch.object(runs, "patched_run", return_value=Reporting()),
+        mock.patch.object(script, "patched_run", return_value=Reporting()),
         mock.patch.object(training, "num_floating_point_operations", return_value=100.0),
     ):
         for change in (lambda: None, lambda: checkout.dataset_provider(print), checkout.finish):

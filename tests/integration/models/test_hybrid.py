@@ -26,8 +26,9 @@ def test_checkpoints_have_the_names_and_shapes_of_megatron_s_own_hybrid_model():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+    from megatron_dynapipe.integration.equip.built import hybrid_layers
     from megatron_dynapipe.integration.equip.experts import equip_experts
-    from megatron_dynapipe.integration.models.specs import CoreAttention, hybrid_layers
+    from megatron_dynapipe.integration.models.specs import CoreAttention
     from tests.integration.models.attention_ranks import config, start
 
     start()

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dynapipe.core.costs import LAYER_KINDS, PEAK_UNIT, WEIGHT_UNIT, Rates
 from megatron_dynapipe.core.executor import Mark
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily, Recompute, Shape, round_up
-from megatron_dynapipe.costing.division import LAYER_KINDS, PEAK_UNIT, WEIGHT_UNIT, Rates
 from megatron_dynapipe.costing.tabulate import PartTables
 from megatron_dynapipe.integration.profiling import division as profiled
 from megatron_dynapipe.integration.profiling.layers import build_parts, only
@@ -82,7 +82,7 @@ def _weights(scope: Scope) -> dict[str, tuple[list[float], list[float], list[flo
             if weight.dim() == 2
         }
         keys = sum(count for name, count in matrices.items() if "cross_attention.linear_kv" in name)
-        in_ns = [[time.once, time.linear / WEIGHT_UNIT, time.memory / WEIGHT_UNIT] for time in times if time]
+        in_ns = [[once, *(rate / WEIGHT_UNIT for rate in rates)] for once, *rates in filter(None, times)]
         measured[kind] = (*in_ns, [0, sum(matrices.values()) - keys, keys])
     return measured
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from megatron_dynapipe.core.costs import Division, Peak, Rates
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CostTables, PipelineLayout, Quantity, model_of_layers
-from megatron_dynapipe.costing.division import Division, Peak, Rates
 from megatron_dynapipe.costing.modules import Dividing
 from tests.helpers.processes import run_ranks
 from tests.helpers.stage_costs import GPT_KINDS, STATE, stage_costs

@@ -86,14 +86,12 @@ def added_tokens(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
     import msgspec
 
     from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-    from megatron_dynapipe.integration.flags.trackers import RELEASE
+    from megatron_dynapipe.integration.flags.checkpoints import RELEASE
 
     plain = source(Path(folder) / "llama", "llama")
     _, converted = there(plain, VOCABULARY + 30)
     model = {"vocabulary_size": str(VOCABULARY + 10)}
-    record = ResumeRecord(
-        model=model, tokenizer="", dataset={}, settings={}, schedule={}, optimizer="adam", began=(0, 0)
-    )
+    record = ResumeRecord(model=model, tokenizer="", dataset={}, settings={}, began=(0, 0))
     (converted / RELEASE / NAME).write_bytes(msgspec.json.encode(record))
     return {
         "unasked": refusal(lambda: back(converted, None, plain)),

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-from megatron_dynapipe.integration.flags.trackers import TRACKER
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER
 from megatron_dynapipe.tools.conversion import command
 from tests.helpers.processes import run_ranks
 from tests.tools.conversion import models
@@ -57,9 +57,7 @@ def test_logits_are_those_of_the_source(found: dict[str, dict[str, Any]], name: 
 )
 def test_a_t5s_record_says_whether_its_scores_were_divided(tmp_path, kind, model, divides) -> None:
     if model is not None:
-        record = ResumeRecord(
-            model=model, tokenizer="", dataset={}, settings={}, schedule={}, optimizer="adam", began=(0, 0)
-        )
+        record = ResumeRecord(model=model, tokenizer="", dataset={}, settings={}, began=(0, 0))
         (tmp_path / "release").mkdir()
         (tmp_path / "release" / NAME).write_bytes(msgspec.json.encode(record))
         (tmp_path / TRACKER).write_text("release")

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -172,6 +173,18 @@ def test_a_row_of_a_table_is_bounded_as_a_line_is(tmp_path: Path, monkeypatch) -
     pq.write_table(pa.table({"input": [*texts, "a" * 6_000]}), tmp_path / "long.parquet")
     with pytest.raises(DataError, match=r"long\.parquet, row 3: expected at most 5000 bytes"):
         list(file_blocks(tmp_path / "long.parquet"))
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_one_long_text_for_all_rows_of_a_small_table_is_unpacked_row_by_row(tmp_path: Path, dictionary: bool) -> None:
+    text, indices = pa.array(["word " * 40_000]), pa.array([0] * 1000)
+    column = pa.DictionaryArray.from_arrays(indices, text)
+    table = pa.table({"text": column if dictionary else column.dictionary_decode()})
+    pq.write_table(table, tmp_path / "rows.parquet", compression="zstd")
+    assert (tmp_path / "rows.parquet").stat().st_size < 100_000
+    blocks = list(itertools.islice(file_blocks(tmp_path / "rows.parquet"), 6))
+    assert len(blocks) == 6 and all(len(block.lines) < 2_000_000 for block in blocks)
+    assert json.loads(blocks[5].lines.splitlines()[-1]) == {"text": "word " * 40_000}
 
 
 def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch) -> None:

@@ -4,12 +4,10 @@ import builtins
 import dataclasses
 import json
 import re
-from importlib import resources
 
 import msgspec
 import pytest
 
-from megatron_dynapipe.choosing.limits import CAUSES, WORK, described
 from megatron_dynapipe.core.errors import InstallationError
 from megatron_dynapipe.core.instructions import BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.core.plan import Event
@@ -56,9 +54,6 @@ def test_the_page_says_what_ran_and_where_ranks_came_and_went(tmp_path):
         write_page(run, summarise(run.iterations, maximum=run.maximum), tmp_path / "page.html", title="morphed")
     )
     assert data["about"] == [["model", "m"], ["data", "d"], ["earlier start", "from iteration 1, 4 ranks"]]
-    charts = {chart["name"]: chart["layout"] for chart in data["charts"]}
-    assert [each["text"] for each in charts["loss"]["annotations"]] == ["1 rank"]
-    assert charts["loss"]["shapes"][0]["x0"] == 5 and "shapes" not in charts["memory"]
 
 
 def test_the_first_iteration_does_not_flatten_the_chart(tmp_path):
@@ -139,22 +134,3 @@ def test_a_page_has_room_for_so_many_timelines_and_boxes(run, tmp_path, monkeypa
     shown = timeline_panels(run.timelines)[-1]["measured"]
     whole = sum(len(events) for events in run.timelines[-1].measured)
     assert shown["boxes"] == 10 and shown["left_out"] == whole - 10
-
-
-def test_where_the_last_iteration_went_is_a_bar_and_a_sentence(run, tmp_path):
-    shares = {"work": 0.44, "rows": 0.4, "order": 0.16}
-    told = msgspec.structs.replace(run.iterations[-1], of_limits=described(shares), time_shares=shares)
-    summary = summarise([*run.iterations[:-1], told], maximum=run.maximum)
-    data = data_of(write_page(run, summary, tmp_path / "page.html", title="told"))
-    labels = ["work that no plan can avoid", "short rows", "waits between stages"]
-    rows = [[name, label, share] for label, (name, share) in zip(labels, shares.items(), strict=True)]
-    assert data["lastIteration"] == {"text": described(shares), "shares": rows}
-    assert described(shares) not in str(data["facts"])
-    untold = data_of(write_page(run, summarise(run.iterations, maximum=run.maximum), tmp_path / "p.html", title="t"))
-    assert untold["lastIteration"] == {"text": "", "shares": []}
-
-
-def test_every_loss_has_a_colour_in_the_bar():
-    page = resources.files("megatron_dynapipe.tools.report").joinpath("page.html").read_text("utf-8")
-    colours = re.search(r"const SHARES = \{(.*?)\n\};", page, re.DOTALL)[1]
-    assert set(re.findall(r'"([a-z -]+)": "#', colours)) == {WORK, *CAUSES}

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from megatron_dynapipe.core.costs import ATTENTION
+from megatron_dynapipe.core.costs import ATTENTION, ModelState
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing.state import ModelState
 from megatron_dynapipe.tools.tuning import Space, TunedLayout, overlap, tune
 from megatron_dynapipe.tools.tuning.evaluate import Reduction, StepRates
 from megatron_dynapipe.tools.tuning.overlap import (

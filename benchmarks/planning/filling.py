@@ -1,6 +1,6 @@
 """What filling the stages of a layer split costs any plan, however many micro-batches (here rows) it has.
 
-A row takes at least what it pays by itself and a share for each of its samples (`LeastWork.of_rows`). For a stage s let
+A row takes at least what it pays by itself and a share for each of its samples (`StageWork.of_rows`). For a stage s let
 
     way(r)    be what row r takes to come to s: its forward passes on the stages before, and transfers,
     first(r)  its pass on the first stage, lowered to a constant and a part of its way, so that of two rows the one with
@@ -40,7 +40,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_dynapipe.choosing.least_work import LeastWork
+from benchmarks.planning.stage_work import StageWork
 from megatron_dynapipe.core.costs import Floats
 from megatron_dynapipe.core.problem import IntArray
 
@@ -54,7 +54,7 @@ _SLOWEST = 0.99
 """Weights fall at least by this."""
 
 
-def fastest_filling(work: LeastWork) -> int:
+def fastest_filling(work: StageWork) -> int:
     """What no plan of the samples under the layer split can beat, in ns."""
     longest = 0.0
     for way, first, at_stage, other_end in _stages(work):
@@ -62,10 +62,10 @@ def fastest_filling(work: LeastWork) -> int:
     return int(max(longest - 2 * work.rounding - work.stages, 0))
 
 
-def _stages(work: LeastWork) -> Iterator[tuple[Floats, Floats, Floats, float]]:
+def _stages(work: StageWork) -> Iterator[tuple[Floats, Floats, Floats, float]]:
     """For every stage and direction: way, first stage and work, `[shares + 1]`, and what the other end takes.
 
-    Shares are those of `LeastWork.of_rows`, for a row for every stage of what a replica has.
+    Shares are those of `StageWork.of_rows`, for a row for every stage of what a replica has.
     """
     layout = work.layout
     stage_of = np.searchsorted(layout.cuts, np.arange(len(work.modules)), side="right")
@@ -89,7 +89,7 @@ def _stages(work: LeastWork) -> Iterator[tuple[Floats, Floats, Floats, float]]:
         yield way_back, backward[:, 0], at_stage, least_onward[:stage].sum()
 
 
-def _transfers(work: LeastWork, with_decoder: Sequence[bool]) -> Floats:
+def _transfers(work: StageWork, with_decoder: Sequence[bool]) -> Floats:
     """What rows take from each virtual stage to the next: `[shares + 1, virtual stages - 1]`."""
     links = work.links
     targets = _with_pairs(work, work.targets)[:, None] * np.array(with_decoder, np.int64)
@@ -99,17 +99,17 @@ def _transfers(work: LeastWork, with_decoder: Sequence[bool]) -> Floats:
     return np.concatenate([positions * by_position, latencies[None]])
 
 
-def _with_pairs(work: LeastWork, values: IntArray) -> IntArray:
+def _with_pairs(work: StageWork, values: IntArray) -> IntArray:
     """Values by sample for all shares: pairs of positions have none."""
     return np.concatenate([values, np.zeros_like(values)]) if work.cut else values
 
 
-def _parts(work: LeastWork) -> Floats:
+def _parts(work: StageWork) -> Floats:
     """How often a replica has every share."""
     return np.asarray(np.tile(work.counts, 1 + work.cut) / work.replicas)
 
 
-def _of_stage(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> float:
+def _of_stage(work: StageWork, way: Floats, first: Floats, at_stage: Floats) -> float:
     """The least over numbers of rows of one stage's bound."""
     if not (np.isfinite(way).all() and np.isfinite(at_stage).all() and at_stage[:-1].any()):
         return 0.0  # a sample of which nothing is known, or nothing to do
@@ -125,7 +125,7 @@ def _of_stage(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> 
     return float(bounds.min())
 
 
-def _charges(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> tuple[Floats, Floats]:
+def _charges(work: StageWork, way: Floats, first: Floats, at_stage: Floats) -> tuple[Floats, Floats]:
     """What shares are charged by numbers of rows, `[numbers, shares]`, and what these rows pay: `[numbers]`."""
     paid = SHORT / (SHORT + work.rounded_up)
     alone_in_row = at_stage[-1]
@@ -149,7 +149,7 @@ def _charges(work: LeastWork, way: Floats, first: Floats, at_stage: Floats) -> t
     return np.concatenate([charges, in_short[None]]), np.append(alone, 0.0)
 
 
-def _part_of_short(work: LeastWork, shares: Floats, alone: float) -> float:
+def _part_of_short(work: StageWork, shares: Floats, alone: float) -> float:
     """The most that a short row takes for its shares, of its time; the last pieces have twice the pairs of others."""
     by_position = alone / (SHORT + work.rounded_up)
     samples = len(work.inputs)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.filling import fastest_filling
+from benchmarks.planning.limits import least_of, limits
 from benchmarks.planning.optimum import best_makespan
 from benchmarks.planning.recorded import CASES, RECORDED, SHAPES, cases
-from megatron_dynapipe.choosing.filling import fastest_filling
-from megatron_dynapipe.choosing.least_costs import LeastCosts
-from megatron_dynapipe.choosing.least_work import LeastWork
-from megatron_dynapipe.choosing.limits import limits
+from benchmarks.planning.row_costs import RowCosts
+from benchmarks.planning.stage_work import StageWork
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import Quantity
@@ -91,7 +91,7 @@ def test_no_rows_in_any_order_are_faster_than_their_bound(
     )
     made = of_padded_costs(made) if derived else made
     samples = made.samples(batch_of(*[(length, 0) for length in lengths]))
-    assert fastest_filling(LeastWork(made, samples)) <= fastest(made, samples)
+    assert fastest_filling(StageWork(made, samples)) <= fastest(made, samples)
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def test_no_recorded_plan_is_below_its_bound(case) -> None:
     lengths = flan_like_batches()[case.batch]
     samples = GlobalBatch.of_lengths(lengths["input"], lengths.get("target") or 0)
     made = planner_of(case.settings, costs_of(case.model.costs))
-    assert 0 < fastest_filling(LeastWork(made, made.samples(samples))) <= predicted_ns
+    assert 0 < fastest_filling(StageWork(made, made.samples(samples))) <= predicted_ns
 
 
 def test_few_rows_of_many_stages_take_longer_than_their_work_and_the_shortest_fill() -> None:
@@ -126,8 +126,8 @@ def test_few_rows_of_many_stages_take_longer_than_their_work_and_the_shortest_fi
     )
     samples = batch_of(*[(40, 0)] * 40)
     plan = made.plan(samples, 0)
-    bounds = limits(made, samples, plan)
-    assert 1.2 * bounds.memory < bounds.split <= bounds.micro_batches <= plan.totals.predicted_ns
+    bounds = limits(made, samples)
+    assert 1.2 * bounds.memory < bounds.split <= least_of(made, plan) <= plan.totals.predicted_ns
 
 
 @given(
@@ -142,7 +142,7 @@ def test_a_row_takes_its_samples_shares_and_what_it_pays(family, pairs, layout, 
     made = planner(family, micro_batch_layouts=(layout,), slices="off")
     made = of_padded_costs(made) if derived else made
     samples = made.samples(batch_of(*[(first, second * (family is ModelFamily.T5)) for first, second in pairs]))
-    work = LeastWork(made, samples)
+    work = StageWork(made, samples)
     row = np.arange(len(pairs))
     modes = range(len(made.tables))
     costs, covered = made.problem(samples).costs_of([row] * len(modes), [layout] * len(modes), np.array(modes))
@@ -161,6 +161,6 @@ def test_what_a_row_pays_is_the_highest_at_rows_of_the_length_asked_for() -> Non
     (tables, *_) = made.tables
     values = np.broadcast_to(np.maximum(tables.inputs, 100)[:, None], tables.values.shape).copy()
     values *= tables.sizes[:, None, None]
-    costs = LeastCosts(replace(tables, values=values, separate=None, packed=None))
+    costs = RowCosts(replace(tables, values=values, separate=None, packed=None))
     assert costs.intercept(Quantity.FORWARD, 50) == pytest.approx(100, rel=0.05)
     assert costs.intercept(Quantity.FORWARD, 5000) == pytest.approx(0, abs=1)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.flags import trackers
-from megatron_dynapipe.integration.flags.trackers import TRACKER, check_trackers
+from megatron_dynapipe.integration.flags import checkpoints
+from megatron_dynapipe.integration.flags.checkpoints import TRACKER, check_trackers
 
 CONTENTS = [b"", b"\n", b"latest", b"-3", b"1.5", b"7 8", b"iter_0000007", b"\xff\xfe7", bytes(4), b"9" * 200]
 
@@ -62,7 +62,7 @@ def test_one_that_megatron_reads_is_taken(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_a_later_megatrons_checkpoint_is_refused(tmp_path: Path, monkeypatch, version, files, taken) -> None:
-    monkeypatch.setattr(trackers, "found_version", lambda: version)
+    monkeypatch.setattr(checkpoints, "found_version", lambda: version)
     (checkpoint(tmp_path, "iter_0000007") / TRACKER).write_text("7")
     for name in files:
         (tmp_path / "iter_0000007" / name).touch()

@@ -1,0 +1,120 @@
+"""Settings of plans for models that a loop has built, and what such models may not have."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import nn
+
+from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, Recompute
+from megatron_dynapipe.costing import CostModel
+from megatron_dynapipe.integration.equip.halves import modules_held
+from megatron_dynapipe.integration.models.config import StateBytes, expert_ranks
+from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.tools.batch import planner_settings
+
+_HALVES = 2
+_GRAPHS = "CUDA graphs are recorded for one shape, and micro-batches have shapes of their own"
+_REFUSED: Mapping[str, str] = {
+    "fp8": "weights and scales are kept from the first micro-batch on, and in a plan any may be first",
+    "fp4": "weights and scales are kept from the first micro-batch on, and in a plan any may be first",
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
+    "cuda_graph_impl": _GRAPHS,
+    "delay_wgrad_compute": "the gradients of weights wait for calls of Megatron's own schedule",
+    "hybrid_context_parallel": "the schedule divides samples over ranks itself",
+}
+"""Names in a model's configuration that planned passes would get wrong, and why."""
+
+
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Refuse models that planned passes would train wrongly.
+
+    Raises:
+        ConfigError: naming the first reason.
+    """
+    config = get_model_config(models[0])
+    for name, why in _REFUSED.items():
+        if (value := getattr(config, name, None)) not in (None, False, "none"):
+            raise ConfigError(f"planned passes do not support {name}={value}: {why}")
+    if getattr(getattr(models[0], "ddp_config", None), "use_megatron_fsdp", False):
+        raise ConfigError("planned passes do not support Megatron's FSDP: its ranks gather weights in every pass")
+
+
+def settings_of(
+    models: Sequence[nn.Module],
+    control: ControlGroup,
+    costs: CostModel,
+    *,
+    memory_mb: float,
+    layout: BatchLayout,
+    given: Mapping[str, Any],
+) -> PlannerSettings:
+    """The settings of one replica's plans, from built models; every rank calls it.
+
+    Raises:
+        ConfigError: settings that are not what is expected, or that the models decide.
+    """
+    config = get_model_config(models[0])
+    inner = unwrap_model(list(models))
+    if costs.family.is_encoder_decoder or any(isinstance(chunk, HybridModel) for chunk in inner):
+        raise ConfigError("expected a GPT, whose layers have an attention and an MLP each, got another model")
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    own = [stage, _state_bytes(models, config), *map(modules_held, models)]
+    rows = [row.tolist() for row in control.gather(torch.tensor(own))]
+    stages = range(parallel_state.get_pipeline_model_parallel_world_size())
+    modules = {row[0]: row[2:] for row in rows}
+    layers = [modules[stage][chunk] / _HALVES for chunk in range(len(models)) for stage in stages]
+    of_models = {
+        "layers_per_stage": tuple(int(each) if each.is_integer() else each for each in layers),
+        "hidden_size": config.hidden_size,
+        "data_parallel": 1,
+        "tensor_parallel": config.tensor_model_parallel_size,
+        "pipeline_parallel": len(stages),
+        "chunks": len(models),
+        "sequence_parallel": config.sequence_parallel,
+        "element_bytes": state_dtype(config).itemsize,
+        "micro_batch_layouts": (layout,),
+        "model_state_bytes": tuple(max(row[1] for row in rows if row[0] == stage) for stage in stages),
+        "transfers": cuda_rules(os.environ) if next(models[0].parameters()).is_cuda else GLOO_RULES,
+        "split_backward": "off",
+    }
+    if both := sorted(of_models.keys() & given.keys()):
+        raise ConfigError(f"expected settings that the built models do not decide, got {', '.join(both)}")
+    built_with = (Recompute(config.recompute_granularity or Recompute.NONE),)
+    of_plans = planner_settings(
+        costs, int(sum(layers)), memory_mb, False, {"recompute": built_with, **of_models, **given}
+    )
+    if getattr(config, "moe_enable_routing_replay", False) and len(of_plans.recompute) > 1:
+        raise ConfigError(
+            f"expected one mode of recomputation where routes are replayed, got {', '.join(of_plans.recompute)}",
+            hint="backward passes take the routes of micro-batches in turn: a micro-batch may not leave its own",
+        )
+    return of_plans
+
+
+def state_dtype(config: Any) -> torch.dtype:
+    """Type of the states that cross stage boundaries."""
+    dtype: torch.dtype = config.pipeline_dtype or config.params_dtype
+    return torch.float32 if config.fp32_residual_connection else dtype
+
+
+def _state_bytes(models: Sequence[nn.Module], config: Any) -> int:
+    """Memory of a rank's weights and, if they train, of gradients and Adam's states."""
+    ddp = getattr(models[0], "ddp_config", None)
+    parameter = config.params_dtype.itemsize
+    shards = parallel_state.get_data_parallel_world_size() if ddp and ddp.use_distributed_optimizer else 1
+    copies = StateBytes(
+        gradient=0 if ddp is None else 4 if ddp.grad_reduce_in_fp32 else parameter,
+        optimizer=0 if ddp is None else 4 * (2 + (parameter < 4)),
+        optimizer_shards=shards,
+        expert_shards=max(shards * config.tensor_model_parallel_size // expert_ranks(config), 1),
+    )
+    return copies.total(unwrap_model(list(models)))
