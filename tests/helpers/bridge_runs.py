@@ -378,7 +378,10 @@ def certified(
     try:
         certify_worker.main()
     except SystemExit as ended:
-        assert not ended.code, "it says why above"
+        if ended.code:
+            raise RuntimeError(
+                f"{role} in {precision} ended with status {ended.code}, for a reason said above"
+            ) from ended
 
 
 def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
