@@ -1,4 +1,4 @@
-"""The package without Megatron-Bridge, and what is said of one that lacks something."""
+"""The package without Megatron-Bridge, and what is said of one that lacks something: each planned run checks it."""
 
 import importlib.util
 
@@ -7,7 +7,6 @@ import pytest
 from megatron_dynapipe import bridge
 from megatron_dynapipe.bridge import relied_on
 from megatron_dynapipe.core.errors import InstallationError, UnsupportedMegatronError
-from tests.helpers.commands import run_python
 
 HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
 
@@ -36,12 +35,3 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Megatron-Bridge 9.9 lacks" in message
     assert "takes no planet" in message
     assert "calls no an_orbit" in message
-
-
-@pytest.mark.bridge
-@pytest.mark.skipif(not HAS_BRIDGE, reason="there is no Megatron-Bridge here")
-def test_nothing_is_missing_in_the_bridge_that_is_here() -> None:
-    from tests.helpers.rehearsal import launch
-
-    asked = "from megatron_dynapipe.bridge import relied_on; relied_on.check()"
-    run_python("-c", asked, **launch.environment(1, engine=True))

@@ -375,8 +375,13 @@ def certified(
     Path(folder, f"{role}-{precision}").mkdir(parents=True, exist_ok=True)
     script = Path(__file__).with_name("bridge_script.py")
     sys.argv = ["certified", role, precision, "2", folder, str(script), dataset, json.dumps(settings)]
-    with contextlib.suppress(SystemExit):
+    try:
         certify_worker.main()
+    except SystemExit as ended:
+        if ended.code:
+            raise RuntimeError(
+                f"{role} in {precision} ended with status {ended.code}, for a reason said above"
+            ) from ended
 
 
 def prepare(*, rank: int, world_size: int, folder: str, families: Sequence[str]) -> None:
