@@ -26,7 +26,7 @@ from tests.helpers.processes import run_ranks
 
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
---dynapipe-config --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
+--dynapipe-config --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
 --dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planner-cores --dynapipe-report-dir
@@ -131,16 +131,17 @@ REFUSED = {
     "--fp8-format hybrid": "replicas have different numbers of passes",
     "--data-path a b": "samples come from --dynapipe-data",
     "--vocab-size 512": "that of the dataset's tokenizer",
-    "--multi-latent-attention": "outside a patched checkout: the entry scripts build plain attention",
+    "--use-transformer-engine-op-fuser": "outside a patched checkout: costs know softmax attention and layers",
+    "--multi-latent-attention --dynapipe-attention megatron": "the heads of Megatron's local attention have one size",
     "--save checkpoints": "Megatron refuses these arguments: assert args.save_interval is not None",
     "--non-persistent-ckpt-type local": "Megatron refuses these arguments: ",
     "--lr-warmup-iters 2": "expected a warm-up shorter than the 2 iterations",
     "--pretrained-checkpoint nowhere": "expected Megatron's checkpoints in --pretrained-checkpoint nowhere",
     "--train-samples 32": "expected one of --train-iters, --train-samples, got both",
     "--num-experts 4": "--num-experts with biases cannot be used with DynaPipe",
-    "--num-experts 4 --moe-router-load-balancing-type global_aux_loss": "by what micro-batches hold",
-    "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "by what micro-batches hold",
-    "--num-experts 4 --moe-router-load-balancing-type aux_loss quantile_balancing": "by what micro-batches hold",
+    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type global_aux_loss": "by what micro-batches hold",
+    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type sinkhorn": "by what micro-batches hold",
+    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss quantile_balancing": "by what micro-batches hold",
     "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type flex": "have many lengths; use alltoall",
     f"{EXPERTS} --tensor-model-parallel-size 2": "add --sequence-parallel",
     f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
