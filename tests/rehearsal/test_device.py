@@ -231,8 +231,8 @@ steps = SimpleNamespace(device=torch.device("cuda", 0))
 runner = IterationRunner(steps, settings, required=None, make_batch=None, seed=1)
 ran.clear()
 shapes = Shape(1, 64, 600), Shape(3, 1024, 64), Shape(1, 600, 600)
+runner._attentions = [attention, layer()]
 runner._build_attention(
-    [torch.nn.ModuleList([attention, layer()])],
     entry((shapes[0], BatchLayout.PADDED), (shapes[1], BatchLayout.PADDED), (shapes[2], BatchLayout.PACKED)),
 )
 assert ran == [(1, 640)] * 2, ran

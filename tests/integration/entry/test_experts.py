@@ -132,7 +132,7 @@ def begun_from(folder: Path) -> str:
 def fillers(log: str) -> int:
     """Micro-batches without samples, at least: those of iterations of fewer samples than micro-batches."""
     count, before = 0, 0
-    for samples, counts in re.findall(r"consumed samples:\s*(\d+) .*micro-batches: ([\d+]+)", log):
+    for samples, counts in re.findall(r"consumed samples:\s*(\d+) [^~]*? planned:.*? micro-batches: ([\d+]+)", log):
         count += max(sum(map(int, counts.split("+"))) - (int(samples) - before), 0)
         before = int(samples)
     return count
