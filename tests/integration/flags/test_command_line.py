@@ -26,8 +26,8 @@ from tests.helpers.processes import run_ranks
 
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
---dynapipe-config --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device --dynapipe-device-memory-limit
---dynapipe-elastic --dynapipe-expert-imbalance
+--dynapipe-config --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device
+--dynapipe-device-memory-limit --dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planner-cores --dynapipe-report-dir
 --dynapipe-reserve-all-memory --dynapipe-scatter-gather --dynapipe-schedule
@@ -139,9 +139,9 @@ REFUSED = {
     "--pretrained-checkpoint nowhere": "expected Megatron's checkpoints in --pretrained-checkpoint nowhere",
     "--train-samples 32": "expected one of --train-iters, --train-samples, got both",
     "--num-experts 4": "--num-experts with biases cannot be used with DynaPipe",
-    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type global_aux_loss": "by what micro-batches hold",
-    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type sinkhorn": "by what micro-batches hold",
-    "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss quantile_balancing": "by what micro-batches hold",
+    f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss": "by what micro-batches hold",
+    f"{EXPERTS} --moe-router-load-balancing-type sinkhorn": "by what micro-batches hold",
+    f"{EXPERTS} --moe-router-load-balancing-type aux_loss quantile_balancing": "by what micro-batches hold",
     "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type flex": "have many lengths; use alltoall",
     f"{EXPERTS} --tensor-model-parallel-size 2": "add --sequence-parallel",
     f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
