@@ -16,22 +16,12 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.integration.equip.halves import modules_held
+from megatron_dynapipe.integration.flags.refusals import PASSES, first_asked
 from megatron_dynapipe.integration.models.config import StateBytes, expert_ranks
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.tools.batch import planner_settings
 
 _HALVES = 2
-_GRAPHS = "CUDA graphs are recorded for one shape, and micro-batches have shapes of their own"
-_REFUSED: Mapping[str, str] = {
-    "fp8": "weights and scales are kept from the first micro-batch on, and in a plan any may be first",
-    "fp4": "weights and scales are kept from the first micro-batch on, and in a plan any may be first",
-    "enable_cuda_graph": _GRAPHS,
-    "external_cuda_graph": _GRAPHS,
-    "cuda_graph_impl": _GRAPHS,
-    "delay_wgrad_compute": "the gradients of weights wait for calls of Megatron's own schedule",
-    "hybrid_context_parallel": "the schedule divides samples over ranks itself",
-}
-"""Names in a model's configuration that planned passes would get wrong, and why."""
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
@@ -40,12 +30,11 @@ def check_models(models: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: naming the first reason.
     """
-    config = get_model_config(models[0])
-    for name, why in _REFUSED.items():
-        if (value := getattr(config, name, None)) not in (None, False, "none"):
-            raise ConfigError(f"planned passes do not support {name}={value}: {why}")
-    if getattr(getattr(models[0], "ddp_config", None), "use_megatron_fsdp", False):
-        raise ConfigError("planned passes do not support Megatron's FSDP: its ranks gather weights in every pass")
+    places = get_model_config(models[0]), getattr(models[0], "ddp_config", None)
+    found = first_asked(PASSES, lambda name: next(filter(None, (getattr(place, name, None) for place in places)), None))
+    if found is not None:
+        name, refusal = found
+        raise ConfigError(f"{name} cannot be used with planned passes: {refusal.why}", hint="build the models without")
 
 
 def settings_of(

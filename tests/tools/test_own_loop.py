@@ -145,9 +145,9 @@ def test_rows_that_are_not_those_said_are_refused_at_the_send():
 
 REFUSED = {
     "nothing": "nothing",
-    "fp8": "planned passes do not support fp8=hybrid: weights and scales are kept from the first",
-    "weights later": "planned passes do not support delay_wgrad_compute=True",
-    "graphs": "planned passes do not support cuda_graph_impl=local: CUDA graphs are recorded for one shape",
+    "fp8": "fp8 cannot be used with planned passes: its scales are agreed on in every pass",
+    "weights later": "delay_wgrad_compute cannot be used with planned passes",
+    "graphs": "cuda_graph_impl cannot be used with planned passes: a graph is captured for one shape",
     "a shared sequence": "expected wire_rows where ranks share a sequence",
     "replayed routes": "expected one mode of recomputation where routes are replayed, got none, selective, full",
     "a setting": "expected settings that the built models do not decide, got pipeline_parallel",

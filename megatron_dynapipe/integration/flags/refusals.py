@@ -45,8 +45,7 @@ class Refusal(NamedTuple):
         return bool(self.taken) and {*words} <= {*self.taken}
 
 
-EVERYWHERE = (
-    Refusal("context_parallel_size", "planned rows are not divided over ranks; pieces of samples are planned", 1),
+PASSES = (
     Refusal("hybrid_context_parallel dynamic_context_parallel", "planned rows are not divided over ranks"),
     Refusal(
         "fp8 fp4 fp8_output_proj fp8_param_gather fp4_param_gather te_precision_config_file",
@@ -55,18 +54,24 @@ EVERYWHERE = (
     ),
     Refusal("cuda_graph_impl", "a graph is captured for one shape, and micro-batches have many", "none"),
     Refusal("enable_cuda_graph external_cuda_graph", "a graph is captured for one shape, and micro-batches have many"),
-    Refusal("mtp_num_layers", "its loss is averaged over micro-batches"),
     Refusal(
         "use_megatron_fsdp use_torch_fsdp2",
         "planned passes hold back the gradient reduction of DDP, and FSDP has another",
     ),
     Refusal(
-        "tp_comm_overlap",
-        "its communication buffers are made once, for one length, and micro-batches have many lengths",
-    ),
-    Refusal(
         "delay_wgrad_compute defer_embedding_wgrad_compute overlap_dispatch_backward_with_experts_wgrad",
         "weight gradients put off are computed by Megatron's own schedules alone, so they would be lost",
+    ),
+)
+"""For whatever runs planned passes, a loop of the user's own too, whose losses and step function are its own matter."""
+
+EVERYWHERE = (
+    *PASSES,
+    Refusal("context_parallel_size", "planned rows are not divided over ranks; pieces of samples are planned", 1),
+    Refusal("mtp_num_layers", "its loss is averaged over micro-batches"),
+    Refusal(
+        "tp_comm_overlap",
+        "its communication buffers are made once, for one length, and micro-batches have many lengths",
     ),
     Refusal("inference_rng_tracker", "random states in CUDA graphs cannot be set for each layer"),
     Refusal(
@@ -90,7 +95,7 @@ EVERYWHERE = (
         "inprocess_restart", "a process that starts again in place would meet the process groups and plans it has left"
     ),
 )
-"""For every host."""
+"""For every host of a run."""
 
 EXPERTS = (
     Refusal(
