@@ -15,26 +15,34 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import get_args, pretrain, training
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-    hybrid_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
-from megatron_dynapipe.integration.equip.built import gpt_layers, hybrid_layers
 from megatron_dynapipe.integration.hooks import optimizer_patches
-from megatron_dynapipe.integration.models.specs import CoreAttention
+from megatron_dynapipe.integration.models.hybrid import PlannedHybridStack
+from megatron_dynapipe.integration.models.specs import ATTENTION, MLP, CoreAttention, with_classes, without
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from tests.helpers.entry_scripts import record_losses
 
 SIZE = 2
+_LAYER = get_gpt_layer_local_spec()
+LOCAL_STACK = ModuleSpec(
+    module=PlannedHybridStack,
+    params={"norm": WrappedTorchNorm},
+    submodules=HybridStackSubmodules(attention_layer=without(_LAYER, MLP), mlp_layer=without(_LAYER, ATTENTION)),
+)
+"""What a HybridModel is made of without Transformer Engine, for Megatron's `--spec`; also of 0.18, without builders."""
 
 
 def micro_batches(data: Path) -> Iterator[torch.Tensor]:
@@ -58,19 +66,27 @@ def micro_batches(data: Path) -> Iterator[torch.Tensor]:
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, layer=None):
-    """What Megatron's builders make of its arguments; with a pattern of local layers, for which it has no modules."""
+    """Megatron's GPTModel, or with a pattern its HybridModel, of local layers in place of Transformer Engine's."""
     args = get_args()
-    config = config or core_transformer_config_from_args(args)
     if args.hybrid_layer_pattern is None:
-        built = gpt_config_from_args(args, config)
-        built.transformer_layer_spec = layer
-        if args.multi_latent_attention:  # Megatron's local attention has one size of heads
-            built.transformer_layer_spec = partial(gpt_layers, attention=CoreAttention.SDPA)
+        latent = args.multi_latent_attention
+        layer = layer or get_gpt_layer_local_spec(normalization=args.normalization, multi_latent_attention=latent)
+        if latent:  # Megatron's local attention has one size of heads
+            layer = with_classes(layer, {DotProductAttention: CoreAttention.SDPA.module})
+        model = partial(GPTModel, transformer_layer_spec=layer)
     else:
-        built = hybrid_config_from_args(args, config)
-        built.hybrid_stack_spec = hybrid_layers(config, CoreAttention.MEGATRON)
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return built.get_builder_cls()(built).build_model(groups, pre_process, post_process, vp_stage)
+        model = partial(HybridModel, hybrid_stack_spec=LOCAL_STACK, hybrid_layer_pattern=args.hybrid_layer_pattern)
+    return model(
+        config=config or core_transformer_config_from_args(args),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
 
 
 def forward_step(batches, model):
