@@ -10,7 +10,7 @@ PYTEST := $(PYTHON) -m pytest
 SIDE_BY_SIDE := -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 # Printed at the end, which the continuous integration keeps with its log: which tests to shorten or to begin with.
 LONGEST := --durations 30 --durations-min 1
-CALL_TORCH := $(addprefix tests/,cpu data integration modules patches rehearsal runtime tools)
+CALL_TORCH := $(addprefix tests/,cpu data megatron modules patches rehearsal runtime tools)
 # At the end of a demo: the same samples padded, packed into rows, and planned.
 COMPARE := $(PYTHON) benchmarks/throughput/run.py --demo
 # Every warning in the native core's sources is an error; in the headers of Python and nanobind it is not ours to mend.
@@ -65,7 +65,7 @@ test-upstream: setup
 # Beside the everyday suite: Megatron-Bridge brings packages that nothing else here needs.
 test-bridge: setup
 	@scripts/setup_beside.sh bridge
-	.venv-bridge/bin/python -m pytest tests/bridge -m "bridge and not slow" $(SIDE_BY_SIDE) $(LONGEST)
+	.venv-bridge/bin/python -m pytest tests/megatron/bridge -m "bridge and not slow" $(SIDE_BY_SIDE) $(LONGEST)
 
 # What everyday tests run with is the newest PyTorch; these rooms are all that call it.
 test-oldest: setup

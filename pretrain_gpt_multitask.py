@@ -9,11 +9,11 @@ from megatron_dynapipe.extras import entry_imports
 
 with entry_imports():
     from megatron_dynapipe.core.units import ModelFamily
-    from megatron_dynapipe.integration.entry import required
+    from megatron_dynapipe.megatron.entry import required
 
     if __name__ == "__main__":
         required.check_command_line(ModelFamily.GPT)  # before torch is imported, which takes seconds
-    from megatron_dynapipe.integration.entry import bootstrap
+    from megatron_dynapipe.megatron.entry import bootstrap
     from megatron_dynapipe.tools.elastic import adapting, fit_layout
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     # After bootstrap: without a GPU, Megatron must be imported with the CPU platform in force.
     from megatron.training import pretrain
 
-    from megatron_dynapipe.integration.entry.runs import planned
+    from megatron_dynapipe.megatron.entry.runs import planned
 
     with planned(ModelFamily.GPT, fit_layout) as arguments:
         pretrain(**arguments)

@@ -1,7 +1,7 @@
 """DynaPipe for Megatron-LM: micro-batches of varying shape, planned ahead of training, executed from instructions.
 
 The flow of one iteration is the order of the packages: `sampling` → `core` (with `costing` and `ways`) → `store` →
-`data` → `core` again (with `runtime`) → `integration`, or `modules` for models without Megatron. `docs/design.md` draws
+`data` → `core` again (with `runtime`) → `megatron`, or `modules` for models without Megatron. `docs/design.md` draws
 it.
 
 The names below are loaded when they are first used, so that importing the package imports neither torch nor Megatron.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_dynapipe.integration.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)
+    from megatron_dynapipe.megatron.entry import checkout as checkout_hooks  # noqa: F401  (what patches import)
     from megatron_dynapipe.modules import (
         CutPoint,
         DynaPipeDataLoader,
@@ -70,10 +70,10 @@ def planned(trained: Any, *arguments: Any, **settings: Any) -> AbstractContextMa
     Args:
         trained: a recipe of Megatron-Bridge, the list of model chunks that a loop of your own trains, or the family
             ("gpt", "t5") of what the command line of an entry script says.
-        arguments: of `bridge.planned`, of `tools.loop.planned`, or of `integration.entry.runs.planned`.
+        arguments: of `bridge.planned`, of `tools.loop.planned`, or of `megatron.entry.runs.planned`.
         settings: likewise.
     """
-    module = "integration.entry.runs" if isinstance(trained, str) else "bridge"
+    module = "megatron.entry.runs" if isinstance(trained, str) else "bridge"
     module = "tools.loop" if isinstance(trained, list | tuple) else module
     door = import_module(f"megatron_dynapipe.{module}").planned
     opened: AbstractContextManager[Any] = door(trained, *arguments, **settings)
@@ -82,7 +82,7 @@ def planned(trained: Any, *arguments: Any, **settings: Any) -> AbstractContextMa
 
 def __getattr__(name: str) -> object:
     if name == _HOOKS:
-        return import_module("megatron_dynapipe.integration.entry.checkout")
+        return import_module("megatron_dynapipe.megatron.entry.checkout")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

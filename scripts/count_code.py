@@ -132,7 +132,7 @@ def print_by_folder(sources: Mapping[Path, str]) -> None:
     folders: dict[str, list[str]] = defaultdict(list)
     for path, text in sources.items():
         parts = path.relative_to(PACKAGE).parts
-        folders["/".join(parts[:2] if parts[0] in ("integration", "tools") else parts[:1])].append(text)
+        folders["/".join(parts[:2] if parts[0] in ("megatron", "tools") else parts[:1])].append(text)
     for name, texts in sorted(folders.items(), key=lambda folder: -tokens_a_line(folder[1])):
         print(f"  {name:30} {tokens_a_line(texts):5.2f}")
 
@@ -211,7 +211,7 @@ def last_name(node: ast.expr) -> str:
 
 def flags() -> int:
     """Flags of the entry scripts that begin with --dynapipe, without those of `OF_THE_FORK`."""
-    from megatron_dynapipe.integration.flags import command_line
+    from megatron_dynapipe.megatron.flags import command_line
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     command_line.add_flags(parser)

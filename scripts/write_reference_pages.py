@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dynapipe.cli.main import COMMANDS, EXAMPLES, PROGRAM, build_parser
-from megatron_dynapipe.integration.flags import command_line
+from megatron_dynapipe.megatron.flags import command_line
 
 DOCS = Path(__file__).parent.parent / "docs"
 _COMMANDS = f"""# Commands, flags and Python names

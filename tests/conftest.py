@@ -23,11 +23,11 @@ settings.load_profile("every day")
 
 LONGEST = (
     "rehearsal/test_training.py",
-    "integration/execution/test_exactness.py",
+    "megatron/execution/test_exactness.py",
     "tools/certify/test_certify.py",
     "tools/conversion/test_training.py",
     "patches/test_training.py",
-    "integration/entry/test_bad_input.py",
+    "megatron/entry/test_bad_input.py",
     "modules/test_planning.py",
     "tools/tuning/test_tuning.py",
     "cli/test_tune.py",

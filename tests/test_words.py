@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("adaptive", ("costing", "ways", "choosing", "integration/profiling"), r"[Aa]daptive\w*", "refined, searched"),
+    Rule("adaptive", ("costing", "ways", "choosing", "megatron/profiling"), r"[Aa]daptive\w*", "refined, searched"),
     Rule("begin", ("core", "ways", "choosing", "tools/tuning"), r"_?[Bb]egun|_?[Bb]eginnings?", "start"),
     Rule("divide", ("cli", "data", "modules", "sampling", "service", "tools"), r"_?divided|[Dd]ivision", "part, shard"),
     Rule("layout", ("core", "ways", "choosing", "data", "tools/rivals"), r"layouts", "batch_layouts"),

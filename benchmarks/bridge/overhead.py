@@ -57,7 +57,7 @@ def second_iteration_in_turns(
     import torch
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    from megatron_dynapipe.integration.execution.iterations import IterationRunner
+    from megatron_dynapipe.megatron.execution.iterations import IterationRunner
 
     run_entry = IterationRunner.run
     result: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     flags = config.expand(args.flags[1:] if args.flags[:1] == ["--"] else args.flags)
     cpu.enable(config.early_flags(flags).dynapipe_device)
-    from megatron_dynapipe.integration.profiling.setup import prepared
+    from megatron_dynapipe.megatron.profiling.setup import prepared
 
     flags += ["--dynapipe-cost-model", str(args.cost_model)]
     family, stages = ModelFamily(args.model), int(os.environ["WORLD_SIZE"])
@@ -157,7 +157,7 @@ class Bench:
 
 def _plan_inputs(setup: Any) -> Any:
     """What the run's plans are made from."""
-    from megatron_dynapipe.integration.flags.from_megatron import run_config
+    from megatron_dynapipe.megatron.flags.from_megatron import run_config
 
     setup.args.train_iters, setup.args.eval_iters = 10**6, 0
     return run_config(setup.args, setup.family).inputs

@@ -42,11 +42,11 @@ from megatron_dynapipe.core.problem import PassOrder
 from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.costing import PipelineLayout, even_layer_split
 from megatron_dynapipe.costing.pattern import with_stages
-from megatron_dynapipe.integration.equip.built import hybrid_layers
-from megatron_dynapipe.integration.execution.forward_backward import run_iteration
-from megatron_dynapipe.integration.execution.step_functions import gpt_step
-from megatron_dynapipe.integration.execution.transport import connect
-from megatron_dynapipe.integration.models.specs import CoreAttention, with_classes
+from megatron_dynapipe.megatron.equip.built import hybrid_layers
+from megatron_dynapipe.megatron.execution.forward_backward import run_iteration
+from megatron_dynapipe.megatron.execution.step_functions import gpt_step
+from megatron_dynapipe.megatron.execution.transport import connect
+from megatron_dynapipe.megatron.models.specs import CoreAttention, with_classes
 from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from tests.helpers.plans import random_problem

@@ -28,13 +28,13 @@ from benchmarks.executor.pairs import add_arguments, measure, timed
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from megatron_dynapipe.core.units import Recompute, Shape
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
-from megatron_dynapipe.integration.equip.told import Told
-from megatron_dynapipe.integration.execution.forward_backward import run_iteration
-from megatron_dynapipe.integration.execution.micro_batch_context import RecomputeSwitch
-from megatron_dynapipe.integration.execution.step_functions import gpt_step
-from megatron_dynapipe.integration.execution.transport import connect
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
-from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, self_row
+from megatron_dynapipe.megatron.equip.told import Told
+from megatron_dynapipe.megatron.execution.forward_backward import run_iteration
+from megatron_dynapipe.megatron.execution.micro_batch_context import RecomputeSwitch
+from megatron_dynapipe.megatron.execution.step_functions import gpt_step
+from megatron_dynapipe.megatron.execution.transport import connect
+from megatron_dynapipe.megatron.models.attention import SdpaCoreAttention
+from megatron_dynapipe.megatron.models.packed_rows import DeviceSegments, self_row
 from megatron_dynapipe.runtime import TorchTransport, step_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import torchrun
 from benchmarks.gpu.machine import Budget, NotRunError, Ranks, run
-from megatron_dynapipe.integration.entry.bootstrap import environment
+from megatron_dynapipe.megatron.entry.bootstrap import environment
 from tests.helpers.layouts.layout import named
 
 WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")

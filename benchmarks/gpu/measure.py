@@ -306,7 +306,7 @@ def measure_when_told(device: str) -> None:
     cpu.quieten()
     cpu.enable(device)  # before Megatron is imported
     from megatron_dynapipe.cli.main import main as command_line
-    from megatron_dynapipe.integration.profiling import command as _imported  # noqa: F401  # while another measures
+    from megatron_dynapipe.megatron.profiling import command as _imported  # noqa: F401  # while another measures
 
     if line := sys.stdin.readline():
         sys.exit(command_line(json.loads(line)))

@@ -63,8 +63,8 @@ class Stage:
     """One rank's stage of a planned iteration, built, and its micro-batches collated."""
 
     def __init__(self, setup: Any, planned: Planned, stage: int, steps: StepRunner) -> None:
-        from megatron_dynapipe.integration.execution.iterations import IterationRunner
-        from megatron_dynapipe.integration.execution.step_functions import (
+        from megatron_dynapipe.megatron.execution.iterations import IterationRunner
+        from megatron_dynapipe.megatron.execution.step_functions import (
             batch_maker,
             gpt_step,
             required_fields,
@@ -125,7 +125,7 @@ def _built(setup: Any, planned: Planned) -> list[Any]:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
-    from megatron_dynapipe.integration.equip.built import built_stages
+    from megatron_dynapipe.megatron.equip.built import built_stages
 
     layout, run = planned.settings.layout, setup.args
     models = []
@@ -156,7 +156,7 @@ def prepared_stages(planned: Planned) -> Iterator[Any]:
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars
 
-    from megatron_dynapipe.integration.profiling.setup import prepared
+    from megatron_dynapipe.megatron.profiling.setup import prepared
 
     layout = planned.settings.layout
     with prepared(
@@ -181,7 +181,7 @@ def alone(planned: Planned, stage: int, *, is_warm: bool = False) -> Iterator[St
     Unless `is_warm`, kernels are loaded as before training; where no receive is pending, a first turn does it as well.
     On a CPU its clock is the thread's processor time, so that what else the machine is busy with does not count.
     """
-    from megatron_dynapipe.integration.profiling.measure import clock_of
+    from megatron_dynapipe.megatron.profiling.measure import clock_of
 
     stages = planned.settings.pipeline_parallel
     real = dist.init_process_group
@@ -217,8 +217,8 @@ def together(planned: Planned, turns: int) -> dict[str, Any]:
         What the iteration took, from its first pass to its last one's end, each turn, and the links. On a CPU also each
         stage's passes in the order of its list: the least ns of its thread's processor time.
     """
-    from megatron_dynapipe.integration.execution.transport import open_runner
-    from megatron_dynapipe.integration.profiling.measure import clock_of
+    from megatron_dynapipe.megatron.execution.transport import open_runner
+    from megatron_dynapipe.megatron.profiling.measure import clock_of
     from megatron_dynapipe.runtime.control_group import ControlGroup
     from megatron_dynapipe.runtime.links import measure_links
 

@@ -17,7 +17,7 @@ def experts(layout: Layout, **where: str) -> dict[str, float]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from megatron_dynapipe.integration.models.grouped_experts import GroupedExperts
+    from megatron_dynapipe.megatron.models.grouped_experts import GroupedExperts
 
     config = Trainer(layout, **where).chunks[0].config
     config.num_moe_experts, config.moe_ffn_hidden_size, config.add_bias_linear = EXPERTS, 4 * layout.hidden, False

@@ -51,7 +51,7 @@ def main() -> None:
     cpu.enable(options.device)  # before Megatron is imported
     import torch
 
-    from megatron_dynapipe.integration.execution import transport
+    from megatron_dynapipe.megatron.execution import transport
 
     alone = os.environ["WORLD_SIZE"] == "1" or options.spread
     if options.device == "cuda":

@@ -29,12 +29,12 @@ import psutil
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import A100_RATES, ModelShape, model_of_layers
+from megatron_dynapipe.data.writing import write_index
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, PlannerProcess, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.settings import decode_settings, encode_settings
 from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name, open_store
 from megatron_dynapipe.store.codec import decode_entry
-from megatron_dynapipe.tools.prepare.indexed import write_index
 
 REPLICAS, TENSOR, STAGES = 32, 2, 16
 PLACES = range(REPLICAS), range(STAGES)

@@ -32,7 +32,7 @@ class Job:
     """A method's pipeline on this rank, and the batches that it runs."""
 
     def __init__(self, spec: Spec, setup: Any) -> None:
-        from megatron_dynapipe.integration.flags.from_megatron import run_config
+        from megatron_dynapipe.megatron.flags.from_megatron import run_config
 
         method = (METHODS | ABLATIONS)[spec.method]
         run = setup.args
@@ -80,7 +80,7 @@ class Job:
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do what the driver asks: choose a layer split, or run a batch."""
         if command.get("split"):
-            from megatron_dynapipe.integration.entry.kept_splits import chosen_layer_split
+            from megatron_dynapipe.megatron.entry.kept_splits import chosen_layer_split
 
             return {"layers_per_stage": list(chosen_layer_split(self._config, halves=command["halves"]))}
         return self._run(int(command["batch"]))
@@ -166,7 +166,7 @@ class Job:
 
 def divide_memory(setup: Any, jobs: int) -> None:
     """Give each of so many jobs on the same GPUs its part of the memory, unless the run says how much it may use."""
-    from megatron_dynapipe.integration.flags.machine import cluster_of, device_memory_bytes
+    from megatron_dynapipe.megatron.flags.machine import cluster_of, device_memory_bytes
 
     run = setup.args
     if run.dynapipe_device_memory_limit is None:

@@ -6,8 +6,8 @@ from typing import Any
 
 def build(setup: Any) -> tuple[list[Any], Any]:
     """The (virtual) stages of this rank, wrapped by Megatron, and their optimizer."""
-    from megatron_dynapipe.integration.equip.built import built_stages
-    from megatron_dynapipe.integration.flags.from_megatron import run_config
+    from megatron_dynapipe.megatron.equip.built import built_stages
+    from megatron_dynapipe.megatron.flags.from_megatron import run_config
 
     layout = setup.layout or run_config(setup.args, setup.family).planner.layout
     modules = [stage.to(device=setup.device, dtype=setup.model.dtype) for stage in built_stages(setup.model, layout)]

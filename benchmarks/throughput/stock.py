@@ -21,7 +21,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.model import weights_of_products, wrapped
 from benchmarks.throughput.rows import equal_rows
-from megatron_dynapipe.integration.models.specs import CoreAttention, run_classes, with_classes
+from megatron_dynapipe.megatron.models.specs import CoreAttention, run_classes, with_classes
 from tests.helpers.stock_megatron import forward_step, model_provider
 
 SIZES = (1, 2, 4)

@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.methods import STOCK, STOCK_PACKED, Spec
 from megatron_dynapipe import config, cpu
-from megatron_dynapipe.integration.entry import bootstrap
+from megatron_dynapipe.megatron.entry import bootstrap
 
 cpu.quieten()
 
@@ -29,7 +29,7 @@ def main() -> None:
     bootstrap.prepare_environment(spec.tensor_parallel, spec.pipeline_parallel, device)
     cpu.enable(device)
     from megatron_dynapipe.core.units import ModelFamily
-    from megatron_dynapipe.integration.profiling.setup import prepared
+    from megatron_dynapipe.megatron.profiling.setup import prepared
 
     with prepared(
         flags,

@@ -1,1 +1,1 @@
-"""Megatron-LM checkouts: which one is here, and patching it. Patched ones call `integration.entry.checkout`."""
+"""Megatron-LM checkouts: which one is here, and patching it. Patched ones call `megatron.entry.checkout`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_dynapipe.cli.batches import NamedBatch, dataset_batches, read_batches
 from megatron_dynapipe.core.errors import ConfigError, DataError
-from megatron_dynapipe.integration.flags.planning_flags import positive
+from megatron_dynapipe.megatron.flags.planning_flags import positive
 from megatron_dynapipe.tools.rivals.methods import Longest
 
 BATCHES = 8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
+from megatron_dynapipe.megatron.flags.planning_flags import above_zero, positive
 
 if TYPE_CHECKING:
     from megatron_dynapipe.tools.certify.verdict import Check

@@ -25,7 +25,7 @@ from megatron_dynapipe.cli.planning_arguments import (
 from megatron_dynapipe.core.errors import DataError, PlanningError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import CostModel
-from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL
+from megatron_dynapipe.megatron.flags.planning_flags import AUTO, EQUAL
 from megatron_dynapipe.tools.rivals.methods import METHODS, TRAINERS, Longest, predict_fastest
 from megatron_dynapipe.tools.rivals.pipelines import CHUNKS, by_hand
 from megatron_dynapipe.tools.tuning.evaluate import TRIALS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.cli import with_progress
-from megatron_dynapipe.integration.flags.planning_flags import positive
+from megatron_dynapipe.megatron.flags.planning_flags import positive
 from megatron_dynapipe.outputs import check_fresh
 
 

@@ -11,7 +11,7 @@ from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.costing.check import tables_of
 from megatron_dynapipe.costing.file import TableCostModel
 from megatron_dynapipe.costing.format import CostFile
-from megatron_dynapipe.integration.flags.planning_flags import number
+from megatron_dynapipe.megatron.flags.planning_flags import number
 from megatron_dynapipe.tools.cost_files import differences, held_out_errors
 
 _QUANTITIES = {"time_ms": "time", "stored_activation_mb": "stored memory", "peak_activation_mb": "peak memory"}

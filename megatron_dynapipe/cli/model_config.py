@@ -29,7 +29,7 @@ from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.costing.recipe import measured_flags, model_of, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments, megatron_fields
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.integration.flags.planning_flags import positive
+from megatron_dynapipe.megatron.flags.planning_flags import positive
 
 RUN_FILES = (".yaml", ".yml")
 

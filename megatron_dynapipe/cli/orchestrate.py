@@ -8,7 +8,7 @@ import msgspec
 from megatron_dynapipe.cli import print_json
 from megatron_dynapipe.cli.planning_arguments import add_link_arguments, network_of
 from megatron_dynapipe.core.units import BYTES_PER_MB
-from megatron_dynapipe.integration.flags.planning_flags import above_zero, positive
+from megatron_dynapipe.megatron.flags.planning_flags import above_zero, positive
 from megatron_dynapipe.segments import SegmentCosts
 from megatron_dynapipe.tools.tuning import LayerProfile, Orchestration, Topology, orchestrate
 

@@ -42,7 +42,7 @@ from megatron_dynapipe.costing import (
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.pattern import check_stages, layer_split_of_pattern
-from megatron_dynapipe.integration.flags.planning_flags import (
+from megatron_dynapipe.megatron.flags.planning_flags import (
     AUTO,
     EQUAL,
     MOST_REAL,
@@ -52,7 +52,7 @@ from megatron_dynapipe.integration.flags.planning_flags import (
     number,
     positive,
 )
-from megatron_dynapipe.integration.flags.planning_flags import defaults as planning_defaults
+from megatron_dynapipe.megatron.flags.planning_flags import defaults as planning_defaults
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.export import megatron_flags
 

@@ -10,7 +10,7 @@ from megatron_dynapipe.cli.model_config import adapters_of, add_adapter_argument
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.document import is_cost_file
-from megatron_dynapipe.integration.flags.planning_flags import MOST, above_zero, number, positive
+from megatron_dynapipe.megatron.flags.planning_flags import MOST, above_zero, number, positive
 from megatron_dynapipe.outputs import check_replaceable, is_first_rank
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         cpu.quieten()
         if cpu.enable(config.early_flags(flags).dynapipe_device):
             cpu.silence_prints()
-        from megatron_dynapipe.integration.profiling.command import profile
+        from megatron_dynapipe.megatron.profiling.command import profile
 
         path = profile(
             flags,

@@ -10,7 +10,7 @@ from megatron_dynapipe.cli.model_config import RUN_FILES, is_recipe
 from megatron_dynapipe.config import expand, read
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.integration.flags.planning_flags import AUTO, EQUAL, TRAINING, add_planning_flags, defaults
+from megatron_dynapipe.megatron.flags.planning_flags import AUTO, EQUAL, TRAINING, add_planning_flags, defaults
 
 SIZES = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 """Of a layout: a run file's count where no flag gives any of them."""

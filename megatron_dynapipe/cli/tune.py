@@ -36,7 +36,7 @@ from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.costing.devices import peak_flops
 from megatron_dynapipe.costing.format import read_file
 from megatron_dynapipe.costing.pattern import layer_split_of_pattern
-from megatron_dynapipe.integration.flags.planning_flags import AUTO, above_zero, positive
+from megatron_dynapipe.megatron.flags.planning_flags import AUTO, above_zero, positive
 from megatron_dynapipe.outputs import check_replaceable, marked, write_file
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs

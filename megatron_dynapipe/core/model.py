@@ -162,7 +162,7 @@ class PipelineLayout:
 
         Args:
             expert_kind: of the MLPs with experts; None where there are none.
-            experts: whether those do so too; they may want all positions (`integration.equip.experts`).
+            experts: whether those do so too; they may want all positions (`megatron.equip.experts`).
         """
         head, last = len(self.modules) - 1, self.modules[-2]
         joined = last in (MLP, EXPERT_MLP) and head not in self.cuts

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.entry import bootstrap
-from megatron_dynapipe.integration.entry.failure import reported
+from megatron_dynapipe.megatron.entry import bootstrap
+from megatron_dynapipe.megatron.entry.failure import reported
 
 
 def main() -> None:

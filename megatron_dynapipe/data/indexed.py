@@ -1,6 +1,6 @@
 """Reading (input, target) samples in Megatron's indexed-dataset format, with numpy; `sampling.lengths` reads the index.
 
-Each sample is one document of two sequences. `tools.prepare.indexed` writes them.
+Each sample is one document of two sequences. `data.writing` writes them.
 """
 
 import time

@@ -31,9 +31,9 @@ from megatron_dynapipe.config import early_flags
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.pattern import without_stages
-from megatron_dynapipe.integration.entry import failure
-from megatron_dynapipe.integration.flags.checkpoints import TRACKER, checkpoint_of, last_iteration
-from megatron_dynapipe.integration.flags.planning_flags import EQUAL
+from megatron_dynapipe.megatron.entry import failure
+from megatron_dynapipe.megatron.flags.checkpoints import TRACKER, checkpoint_of, last_iteration
+from megatron_dynapipe.megatron.flags.planning_flags import EQUAL
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
 from megatron_dynapipe.processes import end_with_launcher, package_path, run_guarded
 from megatron_dynapipe.runtime.start_store import from_rank_0, renew
@@ -266,7 +266,7 @@ def _choose(
     args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action], ranks: int
 ) -> ElasticLayout:
     """The fastest layout of so many ranks, by the costs and the first batches of a run of one rank."""
-    from megatron_dynapipe.integration.flags import command_line
+    from megatron_dynapipe.megatron.flags import command_line
 
     lock_folder(Path(args.save), wait_s=args.dynapipe_timeout_s * LOCK_SHARE)
     delete_unfinished(_emergency_folder(args))

@@ -33,10 +33,10 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.step import StepRunner
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing import CostModel, TableCostModel
-from megatron_dynapipe.integration.execution.forward_backward import run_passes
-from megatron_dynapipe.integration.execution.megatron_stage import ForwardStep, MegatronStage
-from megatron_dynapipe.integration.execution.micro_batch_context import MicroBatchContext
-from megatron_dynapipe.integration.execution.transport import open_runner
+from megatron_dynapipe.megatron.execution.forward_backward import run_passes
+from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep, MegatronStage
+from megatron_dynapipe.megatron.execution.micro_batch_context import MicroBatchContext
+from megatron_dynapipe.megatron.execution.transport import open_runner
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.runtime.process_groups import groups_made
 from megatron_dynapipe.store.entry import StageEntry

@@ -15,9 +15,9 @@ from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.costing import CostModel
-from megatron_dynapipe.integration.equip.halves import modules_held
-from megatron_dynapipe.integration.flags.refusals import PASSES, first_asked
-from megatron_dynapipe.integration.models.config import StateBytes, expert_ranks
+from megatron_dynapipe.megatron.equip.halves import modules_held
+from megatron_dynapipe.megatron.flags.refusals import PASSES, first_asked
+from megatron_dynapipe.megatron.models.config import StateBytes, expert_ranks
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.tools.batch import planner_settings
 

@@ -28,10 +28,10 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.integration.execution.iterations import IterationRunner
-from megatron_dynapipe.integration.execution.step_functions import STEPS, batch_maker, required_fields
-from megatron_dynapipe.integration.execution.transport import open_runner
-from megatron_dynapipe.integration.hooks import fused_kernels, optimizer_patches
+from megatron_dynapipe.megatron.execution.iterations import IterationRunner
+from megatron_dynapipe.megatron.execution.step_functions import STEPS, batch_maker, required_fields
+from megatron_dynapipe.megatron.execution.transport import open_runner
+from megatron_dynapipe.megatron.hooks import fused_kernels, optimizer_patches
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch

@@ -25,8 +25,8 @@ def attend(device: torch.device) -> None:
 
     On a device without the kernel, PyTorch works out the results' shapes alone ("meta"), by the same checks.
     """
-    from megatron_dynapipe.integration.models.packed_attention import attend_in_kernel, has_kernel
-    from megatron_dynapipe.integration.models.packed_rows import DeviceSegments, self_row
+    from megatron_dynapipe.megatron.models.packed_attention import attend_in_kernel, has_kernel
+    from megatron_dynapipe.megatron.models.packed_rows import DeviceSegments, self_row
 
     place = device if has_kernel(device) else torch.device("meta")
     segments = RowSegments.of([0, 2, 6], 6)

@@ -189,7 +189,7 @@ EXPORTS = {
     [pytest.param(*row, marks=pytest.mark.slow if "auto" in row[0] else ()) for row in EXPORTS.items()],
 )
 def test_stages_are_exported_as_megatron_s_own_flags(flags, expected, batches_file, tmp_path, capsys):
-    """That Megatron reads and trains them: tests/integration/entry/test_stock_megatron.py."""
+    """That Megatron reads and trains them: tests/megatron/entry/test_stock_megatron.py."""
     file = cost_model()
     file["model"] |= {"heads": 4, "kv_channels": 8, "ffn": 128}
     costs = tmp_path / "divisible.json"

@@ -86,8 +86,8 @@ def parse_and_plan(config: str, gpus: int, cluster: str, data: str, batches: lis
     from megatron_dynapipe.config import expand
     from megatron_dynapipe.core.orders import ScheduleSettings
     from megatron_dynapipe.core.units import ModelFamily
-    from megatron_dynapipe.integration.entry.bootstrap import environment
-    from megatron_dynapipe.integration.flags import command_line, from_megatron
+    from megatron_dynapipe.megatron.entry.bootstrap import environment
+    from megatron_dynapipe.megatron.flags import command_line, from_megatron
 
     os.environ |= {"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8)), "RANK": "0"}
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asserts with tensor parallelism

@@ -13,8 +13,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
+from megatron_dynapipe.data.writing import save_array
 from megatron_dynapipe.sampling.lengths import ends_path
-from megatron_dynapipe.tools.prepare.indexed import save_array
 from tests.helpers.examples import examples
 from tests.helpers.samples import write_samples
 

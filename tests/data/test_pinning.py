@@ -10,7 +10,7 @@ from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.iterator import PlannedIterator, in_one_buffer, pinning
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
-from megatron_dynapipe.integration.execution.step_functions import copy_buffer, gpt_batch
+from megatron_dynapipe.megatron.execution.step_functions import copy_buffer, gpt_batch
 from tests.data.dataset import collator_of, micro_batch, write_dataset
 from tests.helpers.lists import packed
 from tests.helpers.plans import stage_entry

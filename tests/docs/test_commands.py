@@ -35,7 +35,7 @@ NOT_RUN = {
     r"torchrun (\{\}|--standalone) --nproc-per-node (\{\}|8)": "of the layout that `tune` has found; cli/test_tune.py",
     r"megatron-dynapipe data prepare --mixture configs/data": "downloads; configs/test_mixtures.py reads local copies",
     r"megatron-dynapipe tune .*--model-config recipe.yaml": "of a recipe that Megatron-Bridge saves; cli/test_tune.py",
-    r"megatron-dynapipe profile --model-config": "with Megatron-Bridge's adapters; bridge/test_measured.py",
+    r"megatron-dynapipe profile --model-config": "with Megatron-Bridge's adapters; megatron/bridge/test_measured.py",
     r"torchrun with `-m": "no whole line; docs/cost-models.md has it",
 }
 RUN = {

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_dynapipe
 from megatron_dynapipe.cli.main import build_parser
-from megatron_dynapipe.integration.flags import command_line
+from megatron_dynapipe.megatron.flags import command_line
 from tests.helpers.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -14,20 +14,20 @@ ROWS = [row for row in (LAYOUTS + ATTENTION).splitlines() if row.startswith("|")
 RUN_BY = {
     # a flag as it stands there: the test's file, and how the flag stands in what it runs
     "--dynapipe-layers-per-stage": (
-        "integration/flags/test_command_line.py",
+        "megatron/flags/test_command_line.py",
         "--pipeline-model-parallel-layout Ett|ttL",
     ),
     "--dynapipe-attention megatron": (
-        "integration/flags/test_command_line.py",
+        "megatron/flags/test_command_line.py",
         "--train-iters 2 --dynapipe-attention megatron",
     ),
-    "--dynapipe-layers-per-stage 5,3": ("integration/entry/test_hybrid.py", "--dynapipe-layers-per-stage 3,2,1,2"),
+    "--dynapipe-layers-per-stage 5,3": ("megatron/entry/test_hybrid.py", "--dynapipe-layers-per-stage 3,2,1,2"),
     "--dynapipe-layers-per-stage 4.5,3.5": (
-        "integration/entry/test_checkpoints.py",
+        "megatron/entry/test_checkpoints.py",
         "--dynapipe-layers-per-stage 2.5,1.5",
     ),
-    "--dynapipe-layers-per-stage auto": ("integration/entry/test_hybrid.py", "--dynapipe-layers-per-stage auto"),
-    "--dynapipe-timeout-s": ("integration/entry/test_failure.py", "--dynapipe-timeout-s"),
+    "--dynapipe-layers-per-stage auto": ("megatron/entry/test_hybrid.py", "--dynapipe-layers-per-stage auto"),
+    "--dynapipe-timeout-s": ("megatron/entry/test_failure.py", "--dynapipe-timeout-s"),
 }
 
 

@@ -14,8 +14,8 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dynapipe.bridge.recipe import model_shape
 from megatron_dynapipe.costing.work import LayerWork
+from megatron_dynapipe.megatron.bridge.recipe import model_shape
 from tests.helpers.bridge_runs import LAYERS, recipe, stock
 from tests.helpers.bridge_samples import LENGTH, StockDataset
 

@@ -10,15 +10,15 @@ from unittest import mock
 import msgspec
 import torch
 
-from megatron_dynapipe.bridge import capabilities
-from megatron_dynapipe.bridge import layers as layer_choice
-from megatron_dynapipe.bridge import run as bridge_run
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing import parse_layer_split
-from megatron_dynapipe.integration.models.divided_linears import WeightHalves
-from megatron_dynapipe.integration.models.engine_attention import ENGINE
-from megatron_dynapipe.integration.models.kept_keys import KeptPiece
-from megatron_dynapipe.integration.models.labelled_rows import RowGather
+from megatron_dynapipe.megatron.bridge import capabilities
+from megatron_dynapipe.megatron.bridge import layers as layer_choice
+from megatron_dynapipe.megatron.bridge import run as bridge_run
+from megatron_dynapipe.megatron.models.divided_linears import WeightHalves
+from megatron_dynapipe.megatron.models.engine_attention import ENGINE
+from megatron_dynapipe.megatron.models.kept_keys import KeptPiece
+from megatron_dynapipe.megatron.models.labelled_rows import RowGather
 
 EVERYTHING: dict[str, Any] = {"slices": 16, "split_backward": "on", "micro_batch_layouts": ["packed"]}
 """Packed rows, samples cut into pieces, every backward pass divided."""

@@ -28,16 +28,16 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core.activations import squared_relu
 from megatron.core.utils import unwrap_model
 
-from megatron_dynapipe.bridge import certified as certify_worker
-from megatron_dynapipe.bridge import layers as layer_choice
 from megatron_dynapipe.bridge import planned
-from megatron_dynapipe.bridge.run import PlannedRecipe
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.costing.adapters import ATTENTION_LINEARS, MLP_LINEARS, described
-from megatron_dynapipe.integration.hooks.originals import Originals
-from megatron_dynapipe.integration.hooks.replacements import TABLE
+from megatron_dynapipe.megatron.bridge import layers as layer_choice
+from megatron_dynapipe.megatron.bridge.run import PlannedRecipe
+from megatron_dynapipe.megatron.hooks.originals import Originals
+from megatron_dynapipe.megatron.hooks.replacements import TABLE
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
+from megatron_dynapipe.tools.certify import recipe_rank as certify_worker
 from tests.helpers.bridge_families import configuration, flex_attention, with_plain_experts
 from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples

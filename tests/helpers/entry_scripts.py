@@ -84,7 +84,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
     The script is not made `__main__`: Megatron's checkpoint writer starts a process that imports `__main__` again, and
     all of torch with it.
     """
-    from megatron_dynapipe.integration.entry import bootstrap
+    from megatron_dynapipe.megatron.entry import bootstrap
 
     sys.argv = [script, *argv]
     try:
@@ -97,7 +97,7 @@ def run_script(script: str, argv: Sequence[str]) -> int:
 
 def run_entry(*, rank: int, world_size: int, script: str, argv: list[str], kill: str | None, pictures: bool) -> dict:
     """On one rank: what the script says, how it ends, its losses and its gradients' norms."""
-    from megatron_dynapipe.integration.supply import recorder
+    from megatron_dynapipe.megatron.supply import recorder
 
     def after(iteration: int) -> None:
         if kill is not None and rank == 0 and iteration == 3:

@@ -43,12 +43,12 @@ from transformers import (  # noqa: F401
     T5ForConditionalGeneration,
 )
 
-import megatron_dynapipe.integration
+import megatron_dynapipe.megatron
 import megatron_dynapipe.tools.elastic  # the entry scripts import it
 import tests.helpers.layouts.reference
 import tests.helpers.layouts.trainer  # noqa: F401
 
-for found in pkgutil.walk_packages(megatron_dynapipe.integration.__path__, "megatron_dynapipe.integration."):
+for found in pkgutil.walk_packages(megatron_dynapipe.megatron.__path__, "megatron_dynapipe.megatron."):
     importlib.import_module(found.name)
 
 # Megatron takes its flags' help from its own source, which it parses for every parser: a third of a second each time.

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dynapipe.data.identity import checksums_path
+from megatron_dynapipe.data.writing import save_array, token_dtype, write_index
 from megatron_dynapipe.sampling.lengths import data_path
-from megatron_dynapipe.tools.prepare.indexed import save_array, token_dtype, write_index
 
 
 def write_samples(prefix: Path, samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocabulary_size: int) -> None:

@@ -29,9 +29,9 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_dynapipe import cpu
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
-from megatron_dynapipe.integration.hooks import optimizer_patches
-from megatron_dynapipe.integration.models.hybrid import PlannedHybridStack
-from megatron_dynapipe.integration.models.specs import ATTENTION, MLP, CoreAttention, with_classes, without
+from megatron_dynapipe.megatron.hooks import optimizer_patches
+from megatron_dynapipe.megatron.models.hybrid import PlannedHybridStack
+from megatron_dynapipe.megatron.models.specs import ATTENTION, MLP, CoreAttention, with_classes, without
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
 from tests.helpers.entry_scripts import record_losses
 

@@ -6,9 +6,9 @@ import torch
 
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
-from megatron_dynapipe.integration.models.config import ModelConfig
-from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention
+from megatron_dynapipe.megatron.models.config import ModelConfig
+from megatron_dynapipe.megatron.models.positions import Positions
+from megatron_dynapipe.megatron.models.specs import CoreAttention
 
 
 def t5_model(**changes: object) -> ModelConfig:

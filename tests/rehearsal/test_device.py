@@ -95,8 +95,8 @@ for one, other in zip((packed, *ours), (alone, *theirs), strict=True):
 
 CUDNN = """
 import contextlib, io, time, torch
-from megatron_dynapipe.integration.models import padded_attention
-from megatron_dynapipe.integration.models.padded_attention import attend_padded, cudnn_attention
+from megatron_dynapipe.megatron.models import padded_attention
+from megatron_dynapipe.megatron.models.padded_attention import attend_padded, cudnn_attention
 
 ran, aten = [], torch.library.Library("aten", "IMPL")
 NAME = "_scaled_dot_product_cudnn_attention"
@@ -181,9 +181,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
-from megatron_dynapipe.integration.execution.iterations import IterationRunner
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
-from megatron_dynapipe.integration.models.padded_attention import CudnnAttention
+from megatron_dynapipe.megatron.execution.iterations import IterationRunner
+from megatron_dynapipe.megatron.models.attention import SdpaCoreAttention
+from megatron_dynapipe.megatron.models.padded_attention import CudnnAttention
 from tests.helpers.rehearsal import kernels
 
 CudnnAttention.relative_time = lambda _: 0.61

@@ -65,7 +65,7 @@ DIFFERENCES = [
 
 @in_ranks(2)
 def test_the_fields_in_which_ranks_differ_are_the_same_on_all(rank):
-    from megatron_dynapipe.integration.supply import same_flags
+    from megatron_dynapipe.megatron.supply import same_flags
 
     control = _control()
     for fields, said in DIFFERENCES:
@@ -75,7 +75,7 @@ def test_the_fields_in_which_ranks_differ_are_the_same_on_all(rank):
 def _same_runs(*, rank: int, world_size: int, cases: list[tuple[list[str], list[int], str]]) -> None:
     import argparse
 
-    from megatron_dynapipe.integration.supply.agreement import check_same_run
+    from megatron_dynapipe.megatron.supply.agreement import check_same_run
 
     os.environ["LOCAL_RANK"] = "0"  # each is a node of its own
     control = _control()

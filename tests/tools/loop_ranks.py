@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_dynapipe.core.errors import DynaPipeError
 from megatron_dynapipe.core.units import Recompute
-from megatron_dynapipe.integration.execution import megatron_stage
+from megatron_dynapipe.megatron.execution import megatron_stage
 from megatron_dynapipe.tools.loop import planned
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.loops import Loop, by_megatron, by_plans, costs, shared_rows, wire_rows

@@ -59,8 +59,8 @@ def test_a_mask_is_made_only_for_attention_that_does_not_know_causality():
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_dynapipe.integration.execution.step_functions import takes_mask
-    from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+    from megatron_dynapipe.megatron.execution.step_functions import takes_mask
+    from megatron_dynapipe.megatron.models.attention import SdpaCoreAttention
 
     for kind, takes in ((DotProductAttention, True), (SdpaCoreAttention, False)):
         attention = kind.__new__(kind)

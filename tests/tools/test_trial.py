@@ -40,7 +40,7 @@ WITHOUT_GROUPS = """
     from megatron_dynapipe import cpu
 
     cpu.enable()
-    from megatron_dynapipe.integration.models import packed_attention
+    from megatron_dynapipe.megatron.models import packed_attention
 
     packed_attention.GROUPED = {}
 """

@@ -30,7 +30,7 @@ FLAGS = "--pipeline-model-parallel-size 2 --train-iters 3 --dynapipe-slices 16"
 TENSOR = "--tensor-model-parallel-size 2 --train-iters 3 --dynapipe-loss targets"
 HYBRID = f"{FLAGS} --hybrid-layer-pattern *-*|--* --num-layers 6"
 MODELS = {"gpt": "", "hybrid": "--hybrid-layer-pattern *-*--*", "t5": ""}
-SEAMS = "from megatron_dynapipe import cpu; cpu.quieten(); cpu.enable('cpu'); from megatron_dynapipe.integration.hooks"
+SEAMS = "from megatron_dynapipe import cpu; cpu.quieten(); cpu.enable('cpu'); from megatron_dynapipe.megatron.hooks"
 SEAMS += " import compatibility; compatibility.check()"
 
 

@@ -21,10 +21,10 @@ from megatron_dynapipe.core.units import BatchLayout, Recompute, target_position
 from megatron_dynapipe.data.collate import HostMicroBatch, sample_numbers
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.integration.entry.script import ScriptRun
-from megatron_dynapipe.integration.equip.experts import forget_iteration
-from megatron_dynapipe.integration.execution.megatron_stage import DeviceBatch
-from megatron_dynapipe.integration.execution.task_losses import BY_TASK
+from megatron_dynapipe.megatron.entry.script import ScriptRun
+from megatron_dynapipe.megatron.equip.experts import forget_iteration
+from megatron_dynapipe.megatron.execution.megatron_stage import DeviceBatch
+from megatron_dynapipe.megatron.execution.task_losses import BY_TASK
 from megatron_dynapipe.tools.certify.parameters import gradients_of
 from megatron_dynapipe.tools.certify.parts import errors_by_name
 from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord

@@ -12,7 +12,7 @@ from megatron_dynapipe.processes import run_guarded
 from megatron_dynapipe.tools.certify.records import RankRecord, read_records
 from megatron_dynapipe.tools.certify.verdict import Check, losses_of, of_first, of_iterations, of_steps
 
-WORKER = "megatron_dynapipe.bridge.certified"
+WORKER = "megatron_dynapipe.tools.certify.recipe_rank"
 """The module that every rank runs."""
 BEGIN = "begin"
 REFERENCE = "reference"

@@ -19,12 +19,12 @@ from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.meta import open_split, read_meta
 from megatron_dynapipe.data.segments import causal_mask
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
-from megatron_dynapipe.integration.entry.script import ScriptRun
-from megatron_dynapipe.integration.equip.attention import has_engine_attention
-from megatron_dynapipe.integration.equip.experts import finish_iteration, forget_iteration, routers_of
-from megatron_dynapipe.integration.execution.step_functions import masked_loss, takes_mask
-from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs, padded_attention
-from megatron_dynapipe.integration.supply.long_samples import long_samples
+from megatron_dynapipe.megatron.entry.script import ScriptRun
+from megatron_dynapipe.megatron.equip.attention import has_engine_attention
+from megatron_dynapipe.megatron.equip.experts import finish_iteration, forget_iteration, routers_of
+from megatron_dynapipe.megatron.execution.step_functions import masked_loss, takes_mask
+from megatron_dynapipe.megatron.models.t5_inputs import T5StageInputs, padded_attention
+from megatron_dynapipe.megatron.supply.long_samples import long_samples
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.tools.certify.parameters import entries, gradients_of
 from megatron_dynapipe.tools.certify.records import GRADIENTS, REVERSED, SAMPLES, RankRecord

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.integration.entry import bootstrap
+from megatron_dynapipe.megatron.entry import bootstrap
 
 
 def train(role: str, family: str, folder: Path) -> None:
     """Train as the entry scripts do, under a run that records, and write this rank's record."""
     from megatron.training import get_args, pretrain, training
 
-    from megatron_dynapipe.integration.entry import runs
-    from megatron_dynapipe.integration.entry.failure import process_groups
-    from megatron_dynapipe.integration.hooks import replacements
-    from megatron_dynapipe.integration.hooks.active_run import LOSS_NAME
+    from megatron_dynapipe.megatron.entry import runs
+    from megatron_dynapipe.megatron.entry.failure import process_groups
+    from megatron_dynapipe.megatron.hooks import replacements
+    from megatron_dynapipe.megatron.hooks.active_run import LOSS_NAME
     from megatron_dynapipe.tools.certify.parameters import steps_of, weights_of
     from megatron_dynapipe.tools.certify.planned import ProbedRun
     from megatron_dynapipe.tools.certify.records import RankRecord

@@ -18,9 +18,9 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.hugging_face import Flags
 from megatron_dynapipe.digests import check_digests, write_digests
-from megatron_dynapipe.integration.equip.built import built_stages
-from megatron_dynapipe.integration.flags.checkpoints import RELEASE, TRACKER, newest
-from megatron_dynapipe.integration.profiling.setup import ProfileSetup, prepared
+from megatron_dynapipe.megatron.equip.built import built_stages
+from megatron_dynapipe.megatron.flags.checkpoints import RELEASE, TRACKER, newest
+from megatron_dynapipe.megatron.profiling.setup import ProfileSetup, prepared
 
 
 @contextlib.contextmanager

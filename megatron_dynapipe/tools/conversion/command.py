@@ -16,8 +16,8 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing.hugging_face import T5_LIKE, Flags, family_of
 from megatron_dynapipe.data.meta import TOKENIZER_FILES
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord, read_record
-from megatron_dynapipe.integration.flags.checkpoints import newest
+from megatron_dynapipe.megatron.entry.resume_record import NAME, ResumeRecord, read_record
+from megatron_dynapipe.megatron.flags.checkpoints import newest
 from megatron_dynapipe.outputs import fresh_folder
 from megatron_dynapipe.tools.conversion import checkpoint
 from megatron_dynapipe.tools.conversion.families import UNTIED, flags, read_config

@@ -13,7 +13,7 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing.hugging_face import OF_EXPERTS
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.integration.entry.resume_record import named
+from megatron_dynapipe.megatron.entry.resume_record import named
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of, lost_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta
+from megatron_dynapipe.data.writing import save_array, sync, token_dtype, write_index
 from megatron_dynapipe.sampling import TruncationSide, spans_path
 from megatron_dynapipe.sampling.lengths import data_path, ends_path, task_ids_path
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, task_rates
 from megatron_dynapipe.tools.prepare.encode import TRUNCATED, status_of
-from megatron_dynapipe.tools.prepare.indexed import save_array, sync, token_dtype, write_index
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped
 from megatron_dynapipe.tools.prepare.staging import Staging
 from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, pad_id, start_id

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.data.writing import token_dtype
 from megatron_dynapipe.sampling.long_samples import LongSamples
 from megatron_dynapipe.tools.mixture.fields import Reader, read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError
@@ -28,7 +29,6 @@ from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
 from megatron_dynapipe.tools.mixture.templates import bounded
 from megatron_dynapipe.tools.prepare.chat_encoder import ChatEncoder
 from megatron_dynapipe.tools.prepare.encoded import TextEncoder
-from megatron_dynapipe.tools.prepare.indexed import token_dtype
 from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings, Skipped, empty, too_long
 from megatron_dynapipe.tools.prepare.teach import Ends, Part, Taught
 from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from megatron_dynapipe.integration.equip.labels import for_all_positions
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, masked_loss
+from megatron_dynapipe.megatron.equip.labels import for_all_positions
+from megatron_dynapipe.megatron.execution.step_functions import gpt_batch, masked_loss
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.trainer import Trainer
 

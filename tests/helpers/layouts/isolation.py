@@ -7,8 +7,8 @@ import torch
 from megatron_dynapipe.core.plan import row_offsets
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.collate import Collator, RequiredFields
-from megatron_dynapipe.integration.equip.equipped import equip
-from megatron_dynapipe.integration.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
+from megatron_dynapipe.megatron.equip.equipped import equip
+from megatron_dynapipe.megatron.execution.step_functions import gpt_batch, gpt_step, t5_batch, t5_step
 from megatron_dynapipe.tools.megatron_pipeline import Sample, Tokens, reader_of
 from tests.helpers.layouts.layout import Layout, samples
 from tests.helpers.layouts.model import build, start, t5_split

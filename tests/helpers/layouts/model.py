@@ -17,13 +17,13 @@ from megatron.training.models.hybrid import HybridModelConfig
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.pattern import with_stages
-from megatron_dynapipe.integration.equip.built import built_chunks, gpt_layers, hybrid_layers
-from megatron_dynapipe.integration.equip.halves import OverlappingLayout, drop_halves
-from megatron_dynapipe.integration.hooks import fused_kernels
-from megatron_dynapipe.integration.hooks.originals import Originals
-from megatron_dynapipe.integration.models.positions import Positions
-from megatron_dynapipe.integration.models.specs import CoreAttention
-from megatron_dynapipe.integration.models.t5_stage import T5Stage, embedding_ranks, share_weights
+from megatron_dynapipe.megatron.equip.built import built_chunks, gpt_layers, hybrid_layers
+from megatron_dynapipe.megatron.equip.halves import OverlappingLayout, drop_halves
+from megatron_dynapipe.megatron.hooks import fused_kernels
+from megatron_dynapipe.megatron.hooks.originals import Originals
+from megatron_dynapipe.megatron.models.positions import Positions
+from megatron_dynapipe.megatron.models.specs import CoreAttention
+from megatron_dynapipe.megatron.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.tools.certify.parameters import entries
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.t5_models import t5_layout, t5_model

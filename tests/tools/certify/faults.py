@@ -17,9 +17,9 @@ from megatron.core.optimizer import optimizer
 
 from megatron_dynapipe.data.collate import Collator, HostMicroBatch
 from megatron_dynapipe.data.segments import RowSegments
-from megatron_dynapipe.integration.entry import bootstrap
-from megatron_dynapipe.integration.execution import megatron_stage, micro_batch_context
-from megatron_dynapipe.integration.models.attention import SdpaCoreAttention
+from megatron_dynapipe.megatron.entry import bootstrap
+from megatron_dynapipe.megatron.execution import megatron_stage, micro_batch_context
+from megatron_dynapipe.megatron.models.attention import SdpaCoreAttention
 from megatron_dynapipe.tools.certify import worker
 
 

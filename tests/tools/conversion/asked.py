@@ -85,8 +85,8 @@ def added_tokens(*, rank: int, world_size: int, folder: str) -> dict[str, Any]:
     models._without_cuda()
     import msgspec
 
-    from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-    from megatron_dynapipe.integration.flags.checkpoints import RELEASE
+    from megatron_dynapipe.megatron.entry.resume_record import NAME, ResumeRecord
+    from megatron_dynapipe.megatron.flags.checkpoints import RELEASE
 
     plain = source(Path(folder) / "llama", "llama")
     _, converted = there(plain, VOCABULARY + 30)

@@ -101,8 +101,8 @@ def their_logits(model: Any) -> torch.Tensor:
 @torch.no_grad()
 def our_logits(model: Any) -> torch.Tensor:
     """The same of Megatron's model."""
-    from megatron_dynapipe.integration.models.t5_inputs import T5StageInputs
-    from megatron_dynapipe.integration.models.t5_stage import T5Stage
+    from megatron_dynapipe.megatron.models.t5_inputs import T5StageInputs
+    from megatron_dynapipe.megatron.models.t5_stage import T5Stage
 
     given, targets = (tokens(seed, length) for seed, length in enumerate(LENGTHS))
     model.set_input_tensor([None])

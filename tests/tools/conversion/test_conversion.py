@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.integration.entry.resume_record import NAME, ResumeRecord
-from megatron_dynapipe.integration.flags.checkpoints import TRACKER
+from megatron_dynapipe.megatron.entry.resume_record import NAME, ResumeRecord
+from megatron_dynapipe.megatron.flags.checkpoints import TRACKER
 from megatron_dynapipe.tools.conversion import command
 from tests.helpers.processes import run_ranks
 from tests.tools.conversion import models

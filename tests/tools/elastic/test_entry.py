@@ -12,7 +12,7 @@ from megatron_dynapipe.core.errors import CheckpointError, ConfigError
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CPU_RATES, ModelShape
-from megatron_dynapipe.integration.flags.checkpoints import TRACKER
+from megatron_dynapipe.megatron.flags.checkpoints import TRACKER
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import AnalyticCosts, PlanInputs, SplitSettings

@@ -1,0 +1,166 @@
+"""How models come to be: GPTs and HybridModels by Megatron's own builders, staged T5s by a provider of ours."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+from megatron.training.models.base import compose_hooks
+from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from torch import nn
+
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.costing.pattern import with_stages
+from megatron_dynapipe.megatron.equip.experts import equip_experts
+from megatron_dynapipe.megatron.equip.halves import OverlappingLayout, drop_halves
+from megatron_dynapipe.megatron.models.config import ModelConfig
+from megatron_dynapipe.megatron.models.hybrid import PlannedHybridStack
+from megatron_dynapipe.megatron.models.specs import (
+    ATTENTION,
+    MLP,
+    CoreAttention,
+    TENorm,
+    run_classes,
+    with_classes,
+    without,
+)
+from megatron_dynapipe.megatron.models.t5_stage import T5Stage, share_weights
+
+ModelProvider = Callable[..., Any]
+DecoderOnly = Any
+"""What Megatron builds a decoder-only model from: `GPTModelConfig` or `HybridModelConfig`."""
+
+
+def decoder_only(
+    model: ModelConfig, layout: PipelineLayout | None = None, config: TransformerConfig | None = None
+) -> DecoderOnly:
+    """What Megatron builds a GPT or a HybridModel from: as its arguments say, with the core attention and the norms of
+    the run.
+
+    Args:
+        model: what it is made of.
+        layout: of a pipeline that cuts layers, or of a HybridModel; without one, stages are as Megatron's flags say.
+        config: in place of the one that Megatron's arguments describe.
+    """
+    config = config or model.transformer_config()
+    built: DecoderOnly
+    if model.pattern:
+        built = hybrid_config_from_args(model.arguments, config)
+        built.hybrid_stack_spec = hybrid_layers(config, model.attention)
+        if layout is not None:
+            built.hybrid_layer_pattern = with_stages(model.pattern, layout.modules_per_stage)
+    else:
+        built = gpt_config_from_args(model.arguments, config)
+        built.rope_scaling_factor = model.arguments.rope_scaling_factor  # which Megatron's function leaves out
+        built.transformer_layer_spec = partial(gpt_layers, attention=model.attention)
+        if layout is not None and layout.cuts_layers:
+            config.pipeline_model_parallel_layout = OverlappingLayout(layout.modules_per_stage, layout.stages)
+    built.pre_wrap_hooks = [drop_halves, _with_experts, mark_sinks]
+    return built
+
+
+def built_chunks(config: DecoderOnly, ends: bool | None = None) -> list[Any]:
+    """All chunks of a rank as Megatron's loop builds them, not wrapped; with `ends`, one that has both or neither."""
+    builder = config.get_builder_cls()(config)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if ends is None:
+        virtual = config.transformer.virtual_pipeline_model_parallel_size
+        chunks = build_virtual_pipeline_stages(builder.build_model, groups, virtual)
+    else:
+        chunks = [builder.build_model(groups, ends, ends)]
+    return list(compose_hooks(config.pre_wrap_hooks)(chunks))
+
+
+def built_stages(model: ModelConfig, layout: PipelineLayout | None = None) -> list[Any]:
+    """All chunks that a rank has of any model, not wrapped; a T5 has a layout."""
+    if model.family is ModelFamily.T5:
+        assert layout is not None, "a T5 is staged by a layout"
+        provide = t5_provider(model, layout)
+        return [provide(vp_stage=chunk) for chunk in range(layout.chunks)]
+    return built_chunks(decoder_only(model, layout))
+
+
+def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention: CoreAttention) -> Any:
+    """Megatron's choice of a stage's layers, with the run's classes."""
+    chosen = with_classes(default_layer_spec(config, vp_stage), run_classes(config.transformer, attention))
+    if config.transformer.transformer_impl != "local" or isinstance(chosen, TransformerBlockSubmodules):
+        return chosen
+    # Megatron would choose a final norm besides, whichever its installation has.
+    layers = [chosen] * get_num_layers_to_build(config.transformer, vp_stage)
+    return TransformerBlockSubmodules(layers, layer_norm=chosen.submodules.input_layernorm)
+
+
+def hybrid_layers(config: TransformerConfig, attention: CoreAttention) -> ModuleSpec:
+    """A HybridModel's modules, from a GPT's layers: Megatron has Transformer Engine's alone, without q/k norms."""
+    engine = config.transformer_impl != "local"
+    build = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
+    build = partial(build, qk_layernorm=config.qk_layernorm)
+    if not engine:
+        build = partial(build, normalization=config.normalization)
+    classes = run_classes(config, attention)
+    dense: Any = with_classes(build(), classes)
+    layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
+    if experts := config.num_moe_experts:
+        sparse = with_classes(build(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm), classes)
+        # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
+        layers["moe_layer"] = without(sparse, {**ATTENTION, "sharded_state_dict_keys_map": {}})
+    norm = {"norm": TENorm if engine else dense.submodules.input_layernorm}
+    return ModuleSpec(module=PlannedHybridStack, params=norm, submodules=HybridStackSubmodules(**layers))
+
+
+def _with_experts(chunks: list[Any]) -> list[Any]:
+    equip_experts(chunks, saved=True)
+    return chunks
+
+
+def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
+    """A provider of T5 stages; pass `t5_stage.embedding_ranks` to `pretrain` too, for words and positions."""
+    built: list[T5Stage] = []
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> T5Stage:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        chunk = vp_stage or 0
+        if chunk == 0:
+            built.clear()
+        stage = T5Stage(
+            model.transformer_config(config),
+            model=model,
+            layout=layout,
+            stage=groups.pp.rank() + chunk * layout.stages,
+            pg_collection=groups,
+        )
+        built.append(stage)
+        if layout.chunks > 1 and len(built) == layout.chunks:
+            share_weights(built)
+        return stage
+
+    return provide
+
+
+def mark_sinks(chunks: list[nn.Module]) -> list[nn.Module]:
+    """Say of built chunks that attention sinks, one for each head, are divided over tensor-parallel ranks.
+
+    Megatron 0.19 does not, so that the gradient's norm would count those of the first rank alone.
+    """
+    for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+        if name.endswith("core_attention.softmax_offset") and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return chunks
