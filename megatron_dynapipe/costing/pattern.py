@@ -152,11 +152,13 @@ def pattern_of(layout: PipelineLayout, *, experts: bool = False) -> str:
 def megatron_layout(split: LayerSplit) -> str:
     """Layers per virtual stage in the letters of `--pipeline-model-parallel-layout`: (2, 1) is "Ett|tL".
 
-    A divided layer stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts
-    on from those before it, and the attention that it ends with comes after its own.
+    A stage that ends within a layer has a comma, which is cosmetic to Megatron: (2.5, 1.5) is "Ett,|ttL". The layer
+    stands where its MLP is. So Megatron gives every layer its number in the whole model: a stage counts on from those
+    before it, and the attention that it ends with comes after its own.
     """
-    ends = [int(layers) for layers in accumulate(split, initial=0)]
-    return f"E{'|'.join('t' * (end - start) for start, end in pairwise(ends))}L"
+    ends = list(accumulate(split, initial=0))
+    stages = ("t" * (int(end) - int(start)) + "," * bool(end % 1) for start, end in pairwise(ends))
+    return f"E{STAGE_END.join(stages)}L"
 
 
 def evaluated(text: str) -> Any:

@@ -28,9 +28,12 @@ LAYOUTS = {
     "two stages, slices": "--pipeline-model-parallel-size 2 --dynapipe-slices 16",
     "two tensor ranks, losses of targets": "--tensor-model-parallel-size 2 --dynapipe-loss targets",
     "two stages, losses of targets": "--pipeline-model-parallel-size 2 --dynapipe-loss targets",
+    "two stages, half a layer": "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 2.5,1.5",
+    "two stages, virtual ones, half layers": "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 1.5,1,1,0.5"
+    " --num-virtual-stages-per-pipeline-rank 2",
     "a pattern of two stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*-*|-*- --num-layers 8",
 }
-DAILY = "two stages, slices"
+DAILY = "two stages, half a layer"
 ITERATIONS = 5
 TASKS = ("a task", "another")
 

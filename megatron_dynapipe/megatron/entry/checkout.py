@@ -23,6 +23,7 @@ from megatron_dynapipe.megatron.entry import start
 from megatron_dynapipe.megatron.entry.bootstrap import prepare_environment
 from megatron_dynapipe.megatron.entry.failure import reported
 from megatron_dynapipe.megatron.flags import command_line, fork
+from megatron_dynapipe.megatron.flags.planning_flags import AUTO
 from megatron_dynapipe.megatron.flags.refusals import own_actions
 from megatron_dynapipe.megatron.hooks import active_run, compatibility, optimizer_patches, replacements
 from megatron_dynapipe.megatron.hooks.originals import Originals
@@ -86,10 +87,19 @@ def check_arguments(args: argparse.Namespace) -> None:
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
         _flags = comparable(args)
+        if args.dynapipe_layers_per_stage == AUTO:
+            raise ConfigError(
+                "--dynapipe-layers-per-stage auto is not supported in a patched checkout, whose model is built first",
+                hint="`megatron-dynapipe plan` prints layers per stage: pass those, 7,6.5,6.5,4 or the like",
+            )
         settle = functools.partial(command_line.settle, args, ModelFamily.GPT, _known)
         start.start_together(settle, timeout_s=args.dynapipe_timeout_s, name="flags")
         compare = functools.partial(start.compare_flags, _flags, timeout_s=args.dynapipe_timeout_s)
         start.start_together(compare, timeout_s=args.dynapipe_timeout_s, name="compared flags")
+        if not isinstance(split := args.dynapipe_layers_per_stage, str) and any(layers % 1 for layers in split):
+            from megatron_dynapipe.megatron.equip import halves
+
+            _originals.install(halves.TABLE)
 
 
 def _check_device() -> None:
@@ -109,7 +119,6 @@ def _check_model_flags() -> None:
         ("--dynapipe-attention", "leave it out"),
         ("--dynapipe-activation", "leave it out"),
         ("--dynapipe-softmax-scale", "leave it out"),
-        ("--dynapipe-layers-per-stage", "pass --pipeline-model-parallel-layout"),
         ("--dynapipe-elastic", "use this project's entry scripts"),
     ):
         if flag in flags:

@@ -8,6 +8,8 @@ build the layer that lies between them; each then drops the half that it does no
 So names, numbers and checkpoints are those of whole layers.
 """
 
+import functools
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.costing.pattern import STAGE_END, megatron_layout
+from megatron_dynapipe.megatron.hooks.originals import Replacement
 from megatron_dynapipe.megatron.models.specs import ATTENTION, MLP
 
 _HALVES = 2
@@ -40,7 +43,7 @@ class OverlappingLayout(PipelineParallelLayerLayout):
         rows[0].insert(0, "embedding")
         rows[-1].append("loss")
         super().__init__(rows, stages)
-        self.input_data = text_of_modules(modules)  # what a checkpoint's recipe says
+        self.input_data = megatron_layout(tuple(count / _HALVES for count in modules))  # what a checkpoint's recipe says
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
         """Whether layers of multi-token prediction have a stage of their own; there are none."""
@@ -61,18 +64,8 @@ class OverlappingLayout(PipelineParallelLayerLayout):
         return self.ranges[(vp_stage or 0) * stages + rank]
 
 
-def text_of_modules(modules: ModuleSplit) -> str:
-    """A split as Megatron writes a layout; where a stage ends within a layer, with a comma: "Ett,|ttL" is (5, 3).
-
-    To Megatron commas are cosmetic, and a layer stands where its MLP is.
-    """
-    whole = megatron_layout(tuple(count / _HALVES for count in modules)).split(STAGE_END)
-    cut = [bool(end % _HALVES) for end in accumulate(modules)]
-    return STAGE_END.join(stage + "," * within for stage, within in zip(whole, cut, strict=True))
-
-
 def modules_of_text(text: str) -> ModuleSplit:
-    """The modules of every virtual stage in a layout as Megatron or `text_of_modules` writes it."""
+    """The modules of every virtual stage in a layout as Megatron or `megatron_layout` writes it: "Ett,|ttL" is (5, 3)."""
     stages = PipelineParallelLayerLayout.parse_str_to_list(text)
     ends = [_HALVES * layers for layers in accumulate(stage.count(LayerType.decoder) for stage in stages)]
     if len(parts := text.split(STAGE_END)) == len(ends):  # none are repeated
@@ -87,15 +80,19 @@ def drop_halves(chunks: list[Any]) -> list[Any]:
         ConfigError: a layer that is to be cut is not Megatron's.
     """
     for chunk in chunks:
-        layout = chunk.config.pipeline_model_parallel_layout
-        if not isinstance(layout, OverlappingLayout):
-            continue
-        modules = layout.modules(chunk.vp_stage)
-        if modules.start % _HALVES:
-            _drop(chunk.decoder.layers[0], ATTENTION)
-        if modules.stop % _HALVES:
-            _drop(chunk.decoder.layers[-1], MLP)
+        _drop_halves(chunk.decoder)
     return chunks
+
+
+def _drop_halves(block: Any) -> None:
+    layout = block.config.pipeline_model_parallel_layout
+    if not isinstance(layout, OverlappingLayout):
+        return
+    modules = layout.modules(block.vp_stage)
+    if modules.start % _HALVES:
+        _drop(block.layers[0], ATTENTION)
+    if modules.stop % _HALVES:
+        _drop(block.layers[-1], MLP)
 
 
 def modules_held(chunk: Any) -> int:
@@ -120,3 +117,42 @@ def _drop(layer: Any, modules: Any) -> None:
         layer.is_moe_layer = layer.recompute_mlp = layer.recompute_pre_mlp_layernorm = False
     else:
         layer.recompute_input_layernorm = False
+
+
+def _reading(from_str: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(from_str)
+    def read(layout: str, pipeline_model_parallel_size: int) -> Any:
+        modules = modules_of_text(layout)
+        if any(count % _HALVES for count in modules):
+            return OverlappingLayout(modules, pipeline_model_parallel_size)
+        return from_str(layout, pipeline_model_parallel_size)
+
+    return staticmethod(read)
+
+
+def _building(build_layers: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(build_layers)
+    def build(block: Any) -> None:
+        build_layers(block)
+        _drop_halves(block)
+
+    return build
+
+
+TABLE: tuple[Replacement, ...] = (
+    Replacement(
+        owner="megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+        name="from_str",
+        make=_reading,
+        parameters=("layout", "pipeline_model_parallel_size"),
+        why="takes no notice of commas, by which a layout says that a stage ends within a layer",
+    ),
+    Replacement(
+        owner="megatron.core.transformer.transformer_block.TransformerBlock",
+        name="_build_layers",
+        make=_building,
+        parameters=("self",),
+        why="builds whole layers, whichever function of a checkout's own makes the model",
+    ),
+)
+"""What cuts layers of a model that a patched checkout builds by itself."""

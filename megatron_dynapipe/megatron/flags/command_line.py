@@ -279,7 +279,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     if args.tokenizer_model is None:
         read_meta(args.dynapipe_data)  # or Megatron would look for its tokenizer on a hub
         args.tokenizer_model = str(tokenizer_folder(args.dynapipe_data))
-    if not args.use_dynapipe:
+    if not args.use_dynapipe or not isinstance(args.dynapipe_layers_per_stage, str):
         layer_split.settle(args, family)
 
 

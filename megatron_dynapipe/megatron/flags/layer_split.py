@@ -103,7 +103,7 @@ def set_stages(args: argparse.Namespace, layer_split: LayerSplit) -> None:
 
 def _divides_layers(args: argparse.Namespace) -> bool:
     """Whether a stage may hold one module of a layer: not of a HybridModel, whose layers are modules."""
-    return not args.use_dynapipe and args.hybrid_layer_pattern is None
+    return bool(args.hybrid_layer_pattern is None)
 
 
 def _settle_pattern(args: argparse.Namespace) -> None:
@@ -135,10 +135,9 @@ def _check(layer_split: LayerSplit, args: argparse.Namespace) -> None:
             hint="pass a number for every virtual stage, in the order of the model",
         )
     if any(layers % 1 for layers in layer_split) and not _divides_layers(args):
-        model = "a model that a patched checkout builds" if args.use_dynapipe else "a HybridModel, of modules"
         raise ConfigError(
-            f"expected whole layers on every stage of {model}, got {asked}",
-            hint="use the entry scripts of this package with a GPT, or --dynapipe-layers-per-stage auto",
+            f"expected whole layers on every stage of a HybridModel, of modules, got {asked}",
+            hint="cut a GPT's layers, or pass --dynapipe-layers-per-stage auto",
         )
     if args.hybrid_layer_pattern is not None and sum(layer_split) != args.num_layers:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_dynapipe.costing.pattern import megatron_layout
 from tests.helpers.processes import in_ranks
 
 SPLITS = {
@@ -14,9 +15,9 @@ SPLITS = {
 
 @pytest.mark.parametrize(("modules", "text"), SPLITS.items())
 def test_a_comma_stands_for_half_a_layer(modules, text):
-    from megatron_dynapipe.megatron.equip.halves import modules_of_text, text_of_modules
+    from megatron_dynapipe.megatron.equip.halves import modules_of_text
 
-    assert text_of_modules(modules) == text
+    assert megatron_layout(tuple(count / 2 for count in modules)) == text
     assert modules_of_text(text) == modules
 
 
