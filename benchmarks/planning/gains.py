@@ -63,7 +63,7 @@ CASES = (
     Case("LLaMA 8B", 16, EVERYTHING),
     Case("LLaMA 8B", 16, EVERYTHING, 8192),
     Case("LLaMA 8B", 16, TARGETS),
-    Case("T5 XXL", 16, TARGETS, run_file="t5_v1_1_xxl", flags=("--vocab-size", "32128")),
+    Case("T5 XXL", 16, TARGETS, run_file="t5_v1_1_xxl"),
     Case("LLaMA 70B", 32, EVERYTHING, changes=_LLAMA_70B),
     Case("LLaMA 70B", 32, TARGETS, changes=_LLAMA_70B),
     Case("experts 30B", 16, EVERYTHING, run_file="qwen3_30b_a3b"),
