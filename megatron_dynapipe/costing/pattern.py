@@ -19,14 +19,13 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.model import LayerSplit, PipelineLayout
 
 FLAG = "--hybrid-layer-pattern"
-ATTENDS, DENSE, EXPERTS, STAGE_END = "*-E|"
-"""Symbols of attention, of an MLP, of experts, and the end of a stage."""
+ATTENDS, LATENT, DENSE, EXPERTS, STAGE_END = "*+-E|"
+"""Symbols of attention, of latent attention, of an MLP, of experts, and the end of a stage."""
 _MOST_LAYERS = 10_000
 _NOT_TRAINED = {
     "M": "Mamba layers, whose costs are not known",
     "G": "gated delta nets, whose costs are not known",
     "D": "sparse attention, whose costs are not known",
-    "+": "multi-latent attention, whose costs are not known",
     "/": "layers that predict several tokens, whose loss is averaged over micro-batches",
 }
 
@@ -37,14 +36,14 @@ def kinds_of_pattern(pattern: str) -> tuple[Kind, ...]:
     Raises:
         ConfigError: it has no module, or a symbol of which planned runs have no module; names the position, from 1.
     """
-    symbols = {ATTENDS: ATTENTION, DENSE: MLP, EXPERTS: EXPERT_MLP if DENSE in pattern else MLP}
+    symbols = {ATTENDS: ATTENTION, LATENT: ATTENTION, DENSE: MLP, EXPERTS: EXPERT_MLP if DENSE in pattern else MLP}
     for position, symbol in enumerate(pattern, 1):
         if symbol not in (*symbols, STAGE_END):
             what = _NOT_TRAINED.get(symbol)
             raise ConfigError(
                 f"{FLAG} {pattern}: {symbol!r} at position {position} "
                 + (f"stands for {what}" if what else "is no symbol of a layer"),
-                hint="planned runs train * (attention), - (MLP) and E (experts); | ends a stage",
+                hint="planned runs train * and + (attention), - (MLP) and E (experts); | ends a stage",
             )
     if not (modules := without_stages(pattern)):
         raise ConfigError(f"{FLAG} {pattern!r}: expected a layer, got none", hint="for example *-*-")

@@ -35,6 +35,7 @@ READ = {
     # pattern: kinds, modules with experts beside others, split
     "*-*-": ((ATTENTION, MLP, ATTENTION, MLP), (), None),
     "*-|*E": ((ATTENTION, MLP, ATTENTION, EXPERT_MLP), (3,), (2, 2)),
+    "+-|+-": ((ATTENTION, MLP, ATTENTION, MLP), (), (2, 2)),
     "*E*|E": ((ATTENTION, MLP, ATTENTION, MLP), (), (3, 1)),
     "|*--||E*": ((ATTENTION, MLP, MLP, EXPERT_MLP, ATTENTION), (3,), (0, 3, 0, 2)),
 }
@@ -42,7 +43,6 @@ REFUSED = {
     "*M-": "'M' at position 2 stands for Mamba layers, whose costs are not known",
     "*-|G": "'G' at position 4 stands for gated delta nets",
     "D-": "'D' at position 1 stands for sparse attention",
-    "*-+": "'+' at position 3 stands for multi-latent attention",
     "*-/*-": "'/' at position 3 stands for layers that predict several tokens",
     "*-x": "'x' at position 3 is no symbol of a layer",
     "|": "'|': expected a layer, got none",

@@ -37,11 +37,17 @@ from tests.helpers.entry_scripts import record_losses
 
 SIZE = 2
 _LAYER = get_gpt_layer_local_spec()
-LOCAL_STACK = ModuleSpec(
-    module=PlannedHybridStack,
-    params={"norm": WrappedTorchNorm},
-    submodules=HybridStackSubmodules(attention_layer=without(_LAYER, MLP), mlp_layer=without(_LAYER, ATTENTION)),
-)
+
+
+def stack_of(layer: ModuleSpec, attention: str = "attention_layer") -> ModuleSpec:
+    """A HybridModel's modules, from a GPT's layers."""
+    modules = {attention: without(layer, MLP), "mlp_layer": without(layer, ATTENTION)}
+    return ModuleSpec(
+        module=PlannedHybridStack, params={"norm": WrappedTorchNorm}, submodules=HybridStackSubmodules(**modules)
+    )
+
+
+LOCAL_STACK = stack_of(_LAYER)
 """What a HybridModel is made of without Transformer Engine, for Megatron's `--spec`; also of 0.18, without builders."""
 
 
@@ -68,14 +74,15 @@ def micro_batches(data: Path) -> Iterator[torch.Tensor]:
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, layer=None):
     """Megatron's GPTModel, or with a pattern its HybridModel, of local layers in place of Transformer Engine's."""
     args = get_args()
+    latent = args.multi_latent_attention
+    layer = layer or get_gpt_layer_local_spec(normalization=args.normalization, multi_latent_attention=latent)
+    if latent:  # Megatron's local attention has one size of heads
+        layer = with_classes(layer, {DotProductAttention: CoreAttention.SDPA.module})
     if args.hybrid_layer_pattern is None:
-        latent = args.multi_latent_attention
-        layer = layer or get_gpt_layer_local_spec(normalization=args.normalization, multi_latent_attention=latent)
-        if latent:  # Megatron's local attention has one size of heads
-            layer = with_classes(layer, {DotProductAttention: CoreAttention.SDPA.module})
         model = partial(GPTModel, transformer_layer_spec=layer)
     else:
-        model = partial(HybridModel, hybrid_stack_spec=LOCAL_STACK, hybrid_layer_pattern=args.hybrid_layer_pattern)
+        stack = stack_of(layer, "mla_layer") if latent else LOCAL_STACK
+        model = partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=args.hybrid_layer_pattern)
     return model(
         config=config or core_transformer_config_from_args(args),
         vocab_size=args.padded_vocab_size,

@@ -106,12 +106,13 @@ def hybrid_layers(config: TransformerConfig, attention: CoreAttention) -> Module
     """A HybridModel's modules, from a GPT's layers: Megatron has Transformer Engine's alone, without q/k norms."""
     engine = config.transformer_impl != "local"
     build = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
-    build = partial(build, qk_layernorm=config.qk_layernorm)
+    build = partial(build, qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention)
     if not engine:
         build = partial(build, normalization=config.normalization)
     classes = run_classes(config, attention)
     dense: Any = with_classes(build(), classes)
-    layers = {"attention_layer": without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
+    attention = "mla_layer" if config.multi_latent_attention else "attention_layer"
+    layers = {attention: without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
     if experts := config.num_moe_experts:
         sparse = with_classes(build(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm), classes)
         # Megatron's HybridModel keeps the norm of its experts' layers under its own name.

@@ -43,7 +43,9 @@ class OverlappingLayout(PipelineParallelLayerLayout):
         rows[0].insert(0, "embedding")
         rows[-1].append("loss")
         super().__init__(rows, stages)
-        self.input_data = megatron_layout(tuple(count / _HALVES for count in modules))  # what a checkpoint's recipe says
+        self.input_data = megatron_layout(
+            tuple(count / _HALVES for count in modules)
+        )  # what a checkpoint's recipe says
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
         """Whether layers of multi-token prediction have a stage of their own; there are none."""

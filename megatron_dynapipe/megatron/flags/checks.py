@@ -14,7 +14,7 @@ from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
 from megatron_dynapipe.costing import ScatterGather
-from megatron_dynapipe.costing.pattern import EXPERTS, kinds_of_pattern
+from megatron_dynapipe.costing.pattern import ATTENDS, EXPERTS, LATENT, kinds_of_pattern
 from megatron_dynapipe.megatron.flags import machine, refusals
 from megatron_dynapipe.megatron.flags.checkpoints import TRACKER, check_trackers
 from megatron_dynapipe.megatron.models.positions import T5_POSITIONS
@@ -138,6 +138,9 @@ def _pattern_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str
     """Refusals of a HybridModel, as `_model_refusals`; raises ConfigError for symbols of its pattern."""
     kinds_of_pattern(args.hybrid_layer_pattern)
     yield bool(args.use_rope_scaling), "--use-rope-scaling", "Megatron's HybridModel has none"
+    other = ATTENDS if args.multi_latent_attention else LATENT
+    latent = "--multi-latent-attention, whose symbol is +" if args.multi_latent_attention else "attention that is not"
+    yield other in args.hybrid_layer_pattern, f"--hybrid-layer-pattern with {other}", f"the model has {latent}"
     needs = EXPERTS in args.hybrid_layer_pattern and not args.num_experts
     yield needs, f"--hybrid-layer-pattern with {EXPERTS}", "it needs --num-experts"
     for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):

@@ -72,14 +72,16 @@ def test_iterations_have_the_losses_of_stock_megatron(ranks, flags, schedule, it
     assert expected[str(iterations)] < expected["1"] - 0.1
 
 
-def test_latent_attention_has_the_losses_of_stock_megatron(data, tmp_path):
+@pytest.mark.parametrize("pattern", ["", pytest.param("+-+-|+-+-", marks=pytest.mark.slow)])
+def test_latent_attention_has_the_losses_of_stock_megatron(pattern, data, tmp_path):
     """DeepSeek's, in padded and in packed rows, and in pieces of samples."""
     flags = "--multi-latent-attention --position-embedding-type rope --rope-type rope --kv-lora-rank 16"
     flags += " --q-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 --normalization RMSNorm"
     flags += " --disable-bias-linear"
     start = f"{flags} --save {tmp_path / 'saved'} --save-interval 1 --train-iters 1"
-    train_stock(data, start, 1)
+    train_stock(data, start + (pattern and f" --hybrid-layer-pattern {pattern.replace('|', '')}"), 1)
     flags += f" --load {tmp_path / 'saved'} --finetune --train-iters 4 {TWO}"
+    flags += pattern and f" --hybrid-layer-pattern {pattern}"
     expected = train_stock(data, flags, 2)[-1]["losses"]
     for layout in ("padded", "packed", "packed --dynapipe-slices 16"):
         ours = train_planned(data, f"{flags} --dynapipe-layout {layout}", 2, tmp_path / layout)[-1]["losses"]

@@ -132,6 +132,7 @@ REFUSED = {
     "--data-path a b": "samples come from --dynapipe-data",
     "--vocab-size 512": "that of the dataset's tokenizer",
     "--use-transformer-engine-op-fuser": "outside a patched checkout: costs know softmax attention and layers",
+    "--hybrid-layer-pattern +-+-": "--hybrid-layer-pattern with +",
     "--multi-latent-attention --dynapipe-attention megatron": "the heads of Megatron's local attention have one size",
     "--save checkpoints": "Megatron refuses these arguments: assert args.save_interval is not None",
     "--non-persistent-ckpt-type local": "Megatron refuses these arguments: ",
