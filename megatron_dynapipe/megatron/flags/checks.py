@@ -6,6 +6,7 @@ data, costs or checkpoints is `preflight`'s.
 """
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -277,6 +278,25 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     if family.is_encoder_decoder:
         return args.seq_length, args.decoder_seq_length - target_positions(family, 0)
     return args.seq_length + 1, 0  # n tokens train n - 1 positions
+
+
+def settle_layers(args: argparse.Namespace) -> None:
+    """Choose the layers that a command line leaves open, and say so on rank 0: Transformer Engine's, if it is installed.
+
+    Local layers that are chosen, or lack apex, have PyTorch's norms and softmax.
+    """
+    from megatron_dynapipe.megatron.models.specs import HAVE_TRANSFORMER_ENGINE
+
+    left_open = args.transformer_impl is None
+    if left_open:
+        args.transformer_impl = "transformer_engine" if HAVE_TRANSFORMER_ENGINE else "local"
+        say(
+            "layers: Transformer Engine's, which is installed (--transformer-impl local takes Megatron's)"
+            if HAVE_TRANSFORMER_ENGINE
+            else "layers: Megatron's local ones, as Transformer Engine is not installed"
+        )
+    if args.transformer_impl == "local" and (left_open or importlib.util.find_spec("apex") is None):
+        args.no_persist_layer_norm, args.masked_softmax_fusion = True, False
 
 
 def settle_kernels(args: argparse.Namespace, *, on_cpu: bool) -> None:
