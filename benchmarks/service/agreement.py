@@ -8,11 +8,11 @@ the longest way: rank 0 and, in each of its groups, the others, which send the r
 
 import argparse
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ class PlayedTree(RankTree):
                 assert isinstance(group, dist.ProcessGroup)
                 self._levels.append((ranks, group))
             span *= rank_tree.WIDTH
+        self.groups = [group for _, group in self._levels]
 
     def rows(self) -> torch.Tensor:
         """Those of this rank and of all below it that are not played."""
@@ -62,7 +63,7 @@ def played(size: int) -> list[int]:
 
 def files() -> int:
     """Files that this process has open."""
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def timed(exchange: Callable[[], object], rounds: int) -> float:
@@ -75,7 +76,9 @@ def timed(exchange: Callable[[], object], rounds: int) -> float:
     return statistics.median(took[rounds // 5 :]) * 1e3
 
 
-def run_rank(rank: int, world: int, port: int, options: argparse.Namespace, played_ranks: int, told: Connection) -> None:
+def run_rank(
+    rank: int, world: int, port: int, options: argparse.Namespace, played_ranks: int, told: Connection
+) -> None:
     """One process: tell files and times."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

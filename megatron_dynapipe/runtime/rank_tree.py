@@ -102,7 +102,7 @@ class RankTree:
         """The `size` bytes that rank 0 has, on every rank."""
         if self.rank and data.numel() != size:
             data = torch.empty(size, dtype=torch.uint8)
-        for ranks, group in reversed(self._levels if size else []):
+        for group in reversed(self.groups if size else []):
             dist.broadcast(data, group=group, group_src=0)
         return data
 

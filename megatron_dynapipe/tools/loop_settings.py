@@ -16,12 +16,15 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, Recompute
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.megatron.equip.halves import modules_held
-from megatron_dynapipe.megatron.flags.refusals import PASSES, first_asked
+from megatron_dynapipe.megatron.flags.refusals import PASSES, Refusal, first_asked
 from megatron_dynapipe.megatron.models.config import StateBytes, expert_ranks
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.tools.batch import planner_settings
 
 _HALVES = 2
+
+
+_ROWS = Refusal("fp8", "its products want rows in multiples of 16, and a loop makes rows of its own")
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
@@ -31,7 +34,9 @@ def check_models(models: Sequence[nn.Module]) -> None:
         ConfigError: naming the first reason.
     """
     places = get_model_config(models[0]), getattr(models[0], "ddp_config", None)
-    found = first_asked(PASSES, lambda name: next(filter(None, (getattr(place, name, None) for place in places)), None))
+    found = first_asked(
+        (_ROWS, *PASSES), lambda name: next(filter(None, (getattr(place, name, None) for place in places)), None)
+    )
     if found is not None:
         name, refusal = found
         raise ConfigError(f"{name} cannot be used with planned passes: {refusal.why}", hint="build the models without")

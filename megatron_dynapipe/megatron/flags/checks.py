@@ -13,11 +13,12 @@ from pathlib import Path
 
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
+from megatron_dynapipe.core.units import ModelFamily, Recompute, target_positions
 from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.costing.pattern import EXPERTS, kinds_of_pattern
 from megatron_dynapipe.megatron.flags import machine, refusals
 from megatron_dynapipe.megatron.flags.checkpoints import TRACKER, check_trackers
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.megatron.models.positions import T5_POSITIONS
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
@@ -267,9 +268,10 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     lengths = {"--seq-length": args.seq_length}
     if family.is_encoder_decoder:
         lengths["--decoder-seq-length"] = args.decoder_seq_length
+    multiple = length_multiple(args)
     for flag, length in lengths.items():
-        if length is None or length % LENGTH_MULTIPLE:
-            raise ConfigError(f"expected {flag} to be a multiple of {LENGTH_MULTIPLE}, got {length}")
+        if length is None or length % multiple:
+            raise ConfigError(f"expected {flag} to be a multiple of {multiple}, got {length}")
         if length > LARGEST_COORDINATE:
             raise ConfigError(
                 f"expected {flag} to be at most {LARGEST_COORDINATE} (2^20 positions), got {length}",
@@ -281,7 +283,7 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
 
 
 def settle_layers(args: argparse.Namespace) -> None:
-    """Choose the layers that a command line leaves open, and say so on rank 0: Transformer Engine's, if it is installed.
+    """Choose the layers that a command line leaves open, Transformer Engine's if it is installed; says so on rank 0.
 
     Local layers that are chosen, or lack apex, have PyTorch's norms and softmax.
     """
