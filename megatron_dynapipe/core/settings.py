@@ -90,7 +90,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     label_experts: bool = False
     replicas_in_step: _AtLeastOne = 1
-    length_multiple: _AtLeastOne = LENGTH_MULTIPLE
+    length_multiple: Annotated[int, msgspec.Meta(ge=1, le=2**20, multiple_of=LENGTH_MULTIPLE)] = LENGTH_MULTIPLE
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
     corrections: tuple[tuple[Percent, Percent, Percent], ...] = ()
@@ -110,8 +110,6 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
             raise ConfigError(f"samples cannot be cut into pieces of {self.slices} positions: {reason}")
-        if self.length_multiple % LENGTH_MULTIPLE:
-            raise ConfigError(f"expected lengths in multiples of {LENGTH_MULTIPLE}, got {self.length_multiple}")
         if self.sequence_parallel and self.length_multiple % self.tensor_parallel:
             raise ConfigError(
                 f"sequence parallelism needs a tensor-parallel size that divides {self.length_multiple}, "
