@@ -35,6 +35,25 @@ def test_memory_of_the_head_by_hand(element_bytes: int) -> None:
     assert peak == kept + element_bytes * (30 * 1000 + 1000 * 64 + 30 * 64)  # gradients: logits, weight, input
 
 
+def test_products_in_eight_bits_take_half_the_time_and_the_head_none_less() -> None:
+    """Without traffic and launches; attention's own products stay as they are."""
+    rates = DeviceRates(flops_per_second=1e9, bytes_per_second=1e30, layer_overhead_us=0.0, sharpness=1.0)
+    work = LayerWork(shape=GPT).encoder(np.array(4.0), np.array(128.0))
+    of_core = float(work.core_flops / (work.core_flops + work.linear_flops))
+    plain, halved = (
+        AnalyticCostModel(msgspec.structs.replace(GPT, eight_bits=eight), rates, max_size=4, max_length=128)
+        .tables(tensor_parallel=1, recompute=Recompute.NONE)
+        .values[:, :, -1, -1, 0]
+        for eight in (False, True)
+    )
+    layers, heads = slice(0, 2), 2
+    for quantity in (Quantity.FORWARD, Quantity.BACKWARD):
+        ratio = halved[layers, quantity].sum() / plain[layers, quantity].sum()
+        assert ratio == pytest.approx((1 + of_core) / 2, rel=1e-3)
+        assert halved[heads, quantity] == plain[heads, quantity]
+    assert (halved[:, Quantity.STORED] == plain[:, Quantity.STORED]).all()
+
+
 def test_tensor_parallel_ranks_share_what_can_be_shared() -> None:
     one, four = (LayerWork(shape=GPT, tensor_parallel=n).encoder(B, Q) for n in (1, 4))
     sequence = LayerWork(shape=GPT, tensor_parallel=4, sequence_parallel=True).encoder(B, Q)

@@ -28,8 +28,7 @@ WHOLE = "operands in eight bits cannot be shared by the ranks of a sequence"
 
 def keeps_whole(config: Any) -> bool:
     """Whether what divided passes keep cannot be shared over tensor-parallel ranks, by whom all of it would be kept."""
-    shared = config.sequence_parallel and config.tensor_model_parallel_size > 1
-    return bool(getattr(config, "fp8", None) and shared)
+    return bool(getattr(config, "fp8", None)) and config.sequence_parallel and config.tensor_model_parallel_size > 1
 
 
 def tell(config: Any) -> None:
