@@ -115,6 +115,7 @@ class RankTree:
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while job := jobs.get():
         job()
+        del job  # which would keep the tree while the next is waited for
 
 
 def _fulfil(future: Future[Any], run: Callable[[], Any]) -> None:
