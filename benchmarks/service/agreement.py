@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.common import markdown
 from megatron_dynapipe.runtime import rank_tree
@@ -81,7 +82,7 @@ def run_rank(
 ) -> None:
     """One process: tell files and times."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     row = torch.zeros(ROW, dtype=torch.uint8)
     before = files()
@@ -106,7 +107,7 @@ def run_rank(
 def run(world: int, options: argparse.Namespace, *, played_ranks: int = 0) -> dict[str, list[tuple[int, float, float]]]:
     """By kind of group what each process told."""
     context = multiprocessing.get_context("fork")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
