@@ -76,6 +76,7 @@ Problem problem_of(Keywords given) {
         .replicas = given.get<int64_t>("replicas"),
         .division = static_cast<Division>(given.get<int64_t>("division")),
         .enough = given.get<int64_t>("enough"),
+        .row_multiple = given.get<int64_t>("row_multiple"),
         .chains = given.values<int32_t>("chains"),
         .extras = given.values<int64_t>("extras"),
         .rows = {.kinds = static_cast<size_t>(given.get<int64_t>("kinds")), .read = {}},
@@ -83,6 +84,7 @@ Problem problem_of(Keywords given) {
         .labelled = given.values<int64_t>("labelled"),
     };
     require(problem.division >= Division::kOff && problem.division < Division::kDivisions, "a division that there is");
+    require(problem.row_multiple >= 1 && problem.row_multiple <= 1 << 20, "rows in multiples of 1 to 2^20 positions");
     require(problem.rows.kinds >= 1 && problem.rows.kinds <= 4096, "between 1 and 4096 kinds of modules");
     const Integers modules = given.values<int64_t>("modules"), cuts = given.values<int64_t>("cuts");
     problem.modules = divided_at(modules, cuts, problem.rows.kinds);

@@ -58,11 +58,14 @@ def throughput(case: Case, *, family: str) -> Figures:
     return _compared(case, words, report)
 
 
-def against_stock(case: Case, *, flags: str = "") -> Figures:
+EIGHT_BITS = "--dynapipe-loss everything --fp8-format hybrid --fp8-recipe"
+
+
+def against_stock(case: Case, *, flags: str = "", methods: str = "planned,stock_packed") -> Figures:
     """Six layers of LLaMA 3 8B by plans, and by Megatron's own training of packed rows, in turns on one GPU."""
     need_engine(case)
     report = case.new_folder() / "stock.json"
-    words = ["--device", case.device, "--size", "gpu", "--model", "gpt", "--methods", "planned,stock_packed"]
+    words = ["--device", case.device, "--size", "gpu", "--model", "gpt", "--methods", methods]
     words += ["--together", "1", "--profile-minutes", "0", "--rounds", "1", "--batches", "2", "--ranks", "1"]
     words += ["--json", str(report), "--", "--dynapipe-config", str(ROOT / "benchmarks/throughput/gpu_llama.yaml")]
     words += ["--transformer-impl", "transformer_engine", *flags.split()]
@@ -84,7 +87,12 @@ def _compared(case: Case, words: Sequence[str], report: Path) -> Figures:
 def throughput_figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
     """Speeds of the methods of a report, and their ratios to the planned runs."""
     speeds = {f"{row['method']}_tokens_per_s": row["tokens_per_second"] for row in rows}
-    return speeds | {f"{row['method']}_ratio": row["ratio_to_planned"][1] for row in rows if row["method"] != "planned"}
+    losses = {f"{row['method']}_first_loss": row["first_loss"] for row in rows if "first_loss" in row}
+    return (
+        speeds
+        | losses
+        | {f"{row['method']}_ratio": row["ratio_to_planned"][1] for row in rows if row["method"] != "planned"}
+    )
 
 
 def certificate(case: Case) -> Figures:
@@ -123,6 +131,9 @@ def measurements(case: Case) -> Iterator[Check]:
     for loss in ("everything", "targets"):
         name = f"llama: planned against Megatron's own packed rows, loss on {loss}"
         yield Check(name, partial(against_stock, flags=f"--dynapipe-loss {loss}"), 120)
+    for recipe in ("tensorwise", "blockwise"):  # beside the first of the two above
+        in_eight_bits = partial(against_stock, flags=f"{EIGHT_BITS} {recipe}", methods="planned")
+        yield Check(f"llama: planned in eight bits, {recipe}", in_eight_bits, 60)
     yield Check("certify", certificate, 60)
     overheads = (
         ("executor against Megatron, 1 stage", "overhead", 1, RATIO),

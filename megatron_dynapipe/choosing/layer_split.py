@@ -301,7 +301,7 @@ class _Trials:
         planner = self._planner(split)
         if planner is None:
             return np.zeros(len(self._lengths), np.bool_)
-        return planner.fits_alone(Samples.of(self._lengths, self._model.family))
+        return planner.fits_alone(planner.samples(self._lengths))
 
     def _feasible_batches(self) -> tuple[list[GlobalBatch], int]:
         """The batches without samples that need not fit, and how many those were."""

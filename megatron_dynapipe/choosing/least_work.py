@@ -15,7 +15,7 @@ from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import CostTables, Floats, ModelState, Quantity
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import IntArray
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.ways.pieces import can_cut
 
 MOST_LENGTHS = 400
@@ -71,7 +71,7 @@ class LeastWork:
         self.state = np.zeros(len(self.modules) + 1)
         if s.model_state_bytes is None:
             self.state[1:] = self._state(planner.tables[0].state, s.distributed_optimizer)
-        self.rounded_up = (1 + int(self.targets.any())) * (LENGTH_MULTIPLE - 1) if self._derives else 0
+        self.rounded_up = (1 + int(self.targets.any())) * (s.length_multiple - 1) if self._derives else 0
         self._most = self._most_positions()
         self._has_free_kind = samples.labels is not None
         if self._has_free_kind:  # the last MLP and the head, which run over labels alone, are left out

@@ -166,7 +166,8 @@ def _packed_costs(rows: Sequence[MicroBatch], mode: int, planner: Planner) -> In
     """Costs of packed rows by kind of module and quantity, as the core prices them: a row of it for each."""
     inputs = np.concatenate([row.input_lengths for row in rows])
     targets = np.concatenate([row.target_lengths for row in rows])
-    samples = Samples.of(GlobalBatch.of_lengths(inputs, targets), planner.settings.model.family)
+    settings = planner.settings
+    samples = Samples.of(GlobalBatch.of_lengths(inputs, targets), settings.model.family, settings.length_multiple)
     problem = replace(planner.problem(samples), every_quantity=True)
     sizes = np.array([len(row.input_lengths) for row in rows], np.int64)
     modes = np.full(len(rows), mode, np.int64)

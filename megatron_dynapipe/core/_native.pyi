@@ -56,6 +56,7 @@ class BatchProblem:
         corrections: _Ints,
         division: int,
         enough: int,
+        row_multiple: int,
     ) -> None: ...
     def partition(
         self, *, orders: Sequence[_Ints], improve: bool

@@ -126,8 +126,8 @@ class Samples:
         return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
 
     @classmethod
-    def of(cls, batch: GlobalBatch, family: ModelFamily) -> Self:
-        """Round the batch's lengths up to padded positions, multiples of `LENGTH_MULTIPLE`.
+    def of(cls, batch: GlobalBatch, family: ModelFamily, multiple: int = LENGTH_MULTIPLE) -> Self:
+        """Round the batch's lengths up to padded positions, multiples of `multiple`.
 
         Raises:
             DataError: an input, or a decoder's target, is empty.
@@ -151,8 +151,8 @@ class Samples:
             target_tokens=target_tokens,
             input_positions=inputs,
             target_positions=targets,
-            inputs=round_up_all(inputs),
-            targets=round_up_all(targets),
+            inputs=round_up_all(inputs, multiple),
+            targets=round_up_all(targets, multiple),
             labels=None if labels is None or (labels >= inputs).all() else labels.astype(np.int64),
         )
 

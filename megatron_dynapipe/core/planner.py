@@ -178,7 +178,7 @@ class Planner:
         """
         if not len(batch):
             raise PlanningError("expected at least one sample in a global batch, got none", hint="use larger batches")
-        samples = Samples.of(batch, self.settings.model.family)
+        samples = Samples.of(batch, self.settings.model.family, self.settings.length_multiple)
         if (longest := max(int(samples.inputs.max()), int(samples.targets.max()))) > LARGEST_COORDINATE:
             raise PlanningError(
                 f"expected samples of at most {LARGEST_COORDINATE} positions (2^20), got {longest}",
@@ -198,6 +198,7 @@ class Planner:
             target_positions=samples.target_positions,
             labels=samples.labels,
             label_experts=s.label_experts,
+            length_multiple=s.length_multiple,
             batch_layouts=s.micro_batch_layouts,
             modes=self.tables,
             layout=self.layout,

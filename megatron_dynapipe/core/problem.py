@@ -125,7 +125,7 @@ class BatchProblem:
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
         enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
-        corrections: as in `PlannerSettings`.
+        corrections, length_multiple: as in `PlannerSettings`.
     """
 
     inputs: IntArray
@@ -153,6 +153,7 @@ class BatchProblem:
     every_quantity: bool = False
     enough_ns: int = 0
     corrections: tuple[tuple[int, int, int], ...] = ()
+    length_multiple: int = LENGTH_MULTIPLE
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -201,6 +202,7 @@ class BatchProblem:
                 extras=_NONE if self.piece_costs is None else _with(self.piece_costs, doubled, 2).ravel(),
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
+                row_multiple=self.length_multiple,
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error
@@ -208,10 +210,10 @@ class BatchProblem:
     def shape(self, members: IntArray, layout: BatchLayout = BatchLayout.PADDED) -> Shape:
         """The shape of a micro-batch of these samples; of a filler's, of none."""
         if not len(members):
-            return Shape(1, LENGTH_MULTIPLE, LENGTH_MULTIPLE * int(self.targets.any()))
+            return Shape(1, self.length_multiple, self.length_multiple * int(self.targets.any()))
         if layout is BatchLayout.PACKED:
             both = (self.input_positions[members], self.target_positions[members])
-            return Shape(1, *(round_up(int(positions.sum())) for positions in both))
+            return Shape(1, *(round_up(int(positions.sum()), self.length_multiple) for positions in both))
         return Shape(len(members), int(self.inputs[members].max()), int(self.targets[members].max()))
 
     def costs_of(

@@ -58,6 +58,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         label_experts: whether experts of the last layer run positions with labels alone, as other last MLPs do.
         replicas_in_step: neighbours that run in step, as many micro-batches on each, alike in time
             (`ways.in_step`); 1 for none.
+        length_multiple: lengths of micro-batches are multiples of it, as its products want them.
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -89,6 +90,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     label_experts: bool = False
     replicas_in_step: _AtLeastOne = 1
+    length_multiple: Annotated[int, msgspec.Meta(ge=1, le=2**20, multiple_of=LENGTH_MULTIPLE)] = LENGTH_MULTIPLE
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
     corrections: tuple[tuple[Percent, Percent, Percent], ...] = ()
@@ -108,9 +110,9 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if isinstance(self.slices, int) and (reason := self._whole_samples_because) is not None:
             raise ConfigError(f"samples cannot be cut into pieces of {self.slices} positions: {reason}")
-        if self.sequence_parallel and LENGTH_MULTIPLE % self.tensor_parallel:
+        if self.sequence_parallel and self.length_multiple % self.tensor_parallel:
             raise ConfigError(
-                f"sequence parallelism needs a tensor-parallel size that divides {LENGTH_MULTIPLE}, "
+                f"sequence parallelism needs a tensor-parallel size that divides {self.length_multiple}, "
                 f"got {self.tensor_parallel}"
             )
         if self.scatter_gather is ScatterGather.ON and (self.tensor_parallel == 1 or self.sequence_parallel):

@@ -93,6 +93,7 @@ class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         layer_overhead_us: time of one layer's forward that no size of micro-batch goes below.
         element_bytes: bytes of a parameter or activation (2 for half precision, 4 for fp32).
         link_bytes_per_second: messages between tensor-parallel ranks.
+        linear_products: of a product with weights, the time over that of others.
         backward_products: a backward's time for products over its forward's; it multiplies twice as much.
         backward_traffic: the same for memory traffic.
         backward_overhead: the same for the overhead.
@@ -105,6 +106,7 @@ class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layer_overhead_us: _NonNegative = 20.0
     element_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2
     link_bytes_per_second: _Positive = 2e11
+    linear_products: _Positive = 1.0
     backward_products: _Positive = 2.0
     backward_traffic: _Positive = 2.0
     backward_overhead: _Positive = 1.0
@@ -166,6 +168,7 @@ class AnalyticCostModel:
         self.hidden_size: int | None = shape.hidden
         self.links: dict[str, Link] = {}
         self._sequence_parallel = sequence_parallel
+        self._rates_of_layers = msgspec.structs.replace(rates, linear_products=0.5) if shape.eight_bits else rates
         identity = msgspec.json.encode(["analytic/7", shape, rates, max_size, max_length, sequence_parallel])
         self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
         self._sizes = geometric(1, max_size)
@@ -188,7 +191,7 @@ class AnalyticCostModel:
             seen=self.shape.seen,
         )
         values = dividing.modules(
-            self._layers(layer, b, s, t, partial(layer_costs, rates=self.rates, recompute=recompute))
+            self._layers(layer, b, s, t, partial(layer_costs, rates=self._rates_of_layers, recompute=recompute))
         )
         values[:, :, (values == ABSENT).any(axis=(0, 1))] = ABSENT
         return CostTables(
@@ -240,7 +243,7 @@ class AnalyticCostModel:
         for inputs, inside in ((rows, False), (self._lengths, True)):
             targets = inputs if self._has_decoder else np.zeros(1, np.int64)
             one, s, t = np.ones((1, 1)), inputs[:, None].astype(float), targets[None, :].astype(float)
-            costs = partial(_inside if inside else _outside, rates=self.rates, recompute=recompute)
+            costs = partial(_inside if inside else _outside, rates=self._rates_of_layers, recompute=recompute)
             dividing = Dividing(
                 divisions=divisions,
                 inputs=inputs,
@@ -327,15 +330,15 @@ def peak_basis(work: Workload, peaks: PeakRatios, recompute: Recompute) -> Float
 def _time(work: Workload, rates: DeviceRates, *, backward: bool = False) -> Floats:
     """Seconds of a forward, or of a backward without recomputation."""
     products, traffic, overhead = 1.0, 1.0, 1.0
-    multiplied = work.linear_flops + work.core_flops
+    linear = work.linear_flops
     norms = _NORM_PASSES * work.norm_bytes
     added = _ADDED_PASSES * work.added_bytes
     if backward:  # which has no gradients of frozen weights
         products, traffic, overhead = rates.backward_products, rates.backward_traffic, rates.backward_overhead
-        multiplied = multiplied - work.frozen_flops / 2
+        linear = linear - work.frozen_flops / 2
         norms = 0.0
     seconds = (
-        products * multiplied / rates.flops_per_second
+        products * (rates.linear_products * linear + work.core_flops) / rates.flops_per_second
         + (traffic * (work.kept_bytes + work.core_bytes) + norms + added) / rates.bytes_per_second
         + work.message_bytes / rates.link_bytes_per_second
     )

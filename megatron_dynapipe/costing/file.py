@@ -123,6 +123,8 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
     recorded = file.model.get("experts")
     if experts is not None and (recorded is None or msgspec.json.decode(recorded, type=Experts) != experts):
         differ.append("experts in place of the file's " + ("others" if recorded else "none"))
+    if bool(model.get("eight_bits")) != ("eight_bits" in file.model):
+        differ.append("products in eight bits in place of the file's, or the other way round")
     adapters: Adapters | None = model.get("adapters")
     if adapters != file.adapters:
         differ.append(f"{described(adapters)} in place of the file's {described(file.adapters)}")

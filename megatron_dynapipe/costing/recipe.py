@@ -12,6 +12,7 @@ _SAME = (
     *("moe_shared_expert_intermediate_size", "num_query_groups", "hybrid_layer_pattern", "mtp_num_layers"),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("softmax_type", "window_size", "window_attn_skip_freq", "moe_shared_expert_gate", "context_parallel_size"),
+    "fp8",
 )
 NAMES = (
     *_SAME,

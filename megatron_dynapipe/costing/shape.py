@@ -114,6 +114,7 @@ def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[st
         "keeps_scores": is_local and args.get("dynapipe_attention") == "megatron",
         "attention_dropout": bool(args.get("attention_dropout", 0.1)),
         "hidden_dropout": bool(args.get("hidden_dropout", 0.1)),
+        "eight_bits": bool(args.get("fp8")),
         "experts": Experts.of_megatron(args),
     }
     if heads is not None:
@@ -171,6 +172,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         relative_buckets: of a T5's tables of relative biases; 0 for none.
         keeps_scores: attention keeps its scores (Megatron's local one); else it runs in a kernel that keeps none.
         attention_dropout, hidden_dropout: whether there is any, whose masks are kept.
+        eight_bits: layers multiply with weights in eight bits, at twice the rate, the head in its own type.
         experts: in place of the feed-forward network.
         adapters: that are trained while all other weights are frozen; None where all weights are trained.
     """
@@ -199,6 +201,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keeps_scores: bool = True
     attention_dropout: bool = True
     hidden_dropout: bool = True
+    eight_bits: bool = False
     experts: Experts | None = None
     adapters: Adapters | None = None
 

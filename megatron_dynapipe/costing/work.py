@@ -211,18 +211,16 @@ class LayerWork:
     def head_memory(self, b: Floats, q: Floats) -> tuple[Floats, Floats]:
         """Bytes that the head and the loss keep for their backward, and the most that they hold, over q positions.
 
-        Kept are the probabilities, in fp32, and the norm's output. Beside them there are for a time the logits, or
-        their gradient, in the model's own type where that is a narrower one, and the gradients of input and weight,
-        unless that is frozen.
+        Kept are the logits, in the model's own type, and the norm's output. Beside them there are for a time the
+        logits' gradient, and the gradients of input and weight, unless that is frozen (`megatron.hooks.cross_entropy`).
         """
         rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
         logits = b * q * rows
         weight = rows * self.shape.hidden * (self.shape.adapters is None)
-        narrow = self.element_bytes if self.element_bytes < _FP32_BYTES else 0
         shared_ranks = self.tensor_parallel if self.sequence_parallel else 1
-        normed = b * q * self.shape.hidden * self.shape.norm_copies / shared_ranks * self.element_bytes
-        stored = logits * _FP32_BYTES + normed
-        return stored, stored + logits * narrow + (weight + b * q * self.shape.hidden) * self.element_bytes
+        normed = b * q * self.shape.hidden * self.shape.norm_copies / shared_ranks
+        stored = (logits + normed) * self.element_bytes
+        return stored, stored + (logits + weight + b * q * self.shape.hidden) * self.element_bytes
 
     def _work(
         self,

@@ -32,10 +32,13 @@ _COMPILED = "for torch.compile, off here; on GPUs `flags/checks` asks for its co
 ARGS_DEFAULTS: dict[str, tuple[Any, str]] = {
     "distributed_backend": ("gloo", "NCCL has no CPU transport; GPUs have it"),
     "use_cpu_initialization": (True, "weights equal for every tensor-parallel size; GPUs draw them where they live"),
-    "transformer_impl": ("local", "Transformer Engine is CUDA only; run files of GPUs say which they take"),
-    "no_persist_layer_norm": (True, "apex's persistent kernel; run files with local layers say so on GPUs, too"),
+    "transformer_impl": (
+        "local",
+        "Transformer Engine is CUDA only; on GPUs `flags/checks` takes it where it is installed",
+    ),
+    "no_persist_layer_norm": (True, "apex's persistent kernel; on GPUs `flags/checks` looks for apex"),
     "gradient_accumulation_fusion": (False, "apex's; on GPUs `hooks/fused_kernels` has PyTorch's where it is missing"),
-    "masked_softmax_fusion": (False, "compiled CUDA kernel; run files with local layers say so on GPUs, too"),
+    "masked_softmax_fusion": (False, "compiled CUDA kernel; on GPUs `flags/checks` looks for apex"),
     "bias_gelu_fusion": (False, _COMPILED),
     "bias_swiglu_fusion": (False, _COMPILED),
     "bias_dropout_fusion": (False, _COMPILED),

@@ -126,6 +126,7 @@ class Collator:
         loss_on: which tokens of a decoder-only sample count.
         cutter: cuts samples that are planned shorter than they are, and knows what counts besides targets.
         task_ids: int16[samples], to say the task of every position; None where nobody asks.
+        length_multiple: rows of labels alone are a multiple of it, as the settings' lengths are.
 
     Raises:
         DataError: the stage needs text and there is no reader.
@@ -138,6 +139,7 @@ class Collator:
     loss_on: LossOn = LossOn.EVERYTHING
     cutter: Cutter | None = None
     task_ids: npt.NDArray[np.int16] | None = None
+    length_multiple: int = LENGTH_MULTIPLE
 
     def __post_init__(self) -> None:
         if self.required.text and self.reader is None:
@@ -202,7 +204,8 @@ class Collator:
         arrays: dict[str, npt.NDArray[Any] | None] = {"tokens": tokens, "decoder_tokens": decoder_tokens}
         arrays |= {"labels": labels, "loss_mask": loss_mask, "tasks": tasks}
         if loss_mask is not None and plan.labels:
-            arrays |= _rows_alone(loss_mask, {"labels": labels, "loss_mask": loss_mask, "tasks": tasks})
+            of_positions = {"labels": labels, "loss_mask": loss_mask, "tasks": tasks}
+            arrays |= _rows_alone(loss_mask, of_positions, self.length_multiple)
         return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
 
     def _sequence(
@@ -249,14 +252,14 @@ def sample_numbers(lengths: Sequence[int], size: int, positions: int) -> npt.NDA
 
 
 def _rows_alone(
-    counts: npt.NDArray[np.float32], of_positions: Mapping[str, npt.NDArray[Any] | None]
+    counts: npt.NDArray[np.float32], of_positions: Mapping[str, npt.NDArray[Any] | None], multiple: int
 ) -> dict[str, npt.NDArray[Any] | None]:
     """The positions that count, padded by some that do not, and what is theirs: `[b, s]` → `[1, n]`.
 
     Nothing where that would be all positions.
     """
     counting = np.flatnonzero(counts.T)
-    length = max(round_up(len(counting)), LENGTH_MULTIPLE)
+    length = max(round_up(len(counting), multiple), multiple)
     if length >= counts.size:
         return {}
     rows = np.pad(counting, (0, length - len(counting)))

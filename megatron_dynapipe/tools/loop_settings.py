@@ -13,25 +13,29 @@ from torch import nn
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import BatchLayout, Recompute
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 from megatron_dynapipe.costing import CostModel
 from megatron_dynapipe.megatron.equip.halves import modules_held
-from megatron_dynapipe.megatron.flags.refusals import PASSES, first_asked
+from megatron_dynapipe.megatron.flags.refusals import PASSES, Refusal, first_asked
 from megatron_dynapipe.megatron.models.config import StateBytes, expert_ranks
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.tools.batch import planner_settings
 
 _HALVES = 2
 
 
-def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse models that planned passes would train wrongly.
+def check_models(models: Sequence[nn.Module], *, multiple: int = LENGTH_MULTIPLE) -> None:
+    """Refuse models that passes would train wrongly whose rows have multiples of so many positions.
 
     Raises:
         ConfigError: naming the first reason.
     """
-    places = get_model_config(models[0]), getattr(models[0], "ddp_config", None)
-    found = first_asked(PASSES, lambda name: next(filter(None, (getattr(place, name, None) for place in places)), None))
+    config = get_model_config(models[0])
+    places = config, getattr(models[0], "ddp_config", None)
+    rows = f"its products want rows in multiples of {(wanted := length_multiple(config))}, and these have {multiple}"
+    table = (*([Refusal("fp8", rows)] if multiple % wanted else []), *PASSES)
+    found = first_asked(table, lambda name: next(filter(None, (getattr(place, name, None) for place in places)), None))
     if found is not None:
         name, refusal = found
         raise ConfigError(f"{name} cannot be used with planned passes: {refusal.why}", hint="build the models without")

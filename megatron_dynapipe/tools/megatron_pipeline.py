@@ -189,7 +189,13 @@ class MegatronPipeline:
         plan, plan_digest = self._agreed(batch, plan, forward_only=forward_only)
         entry = StageEntry.of(plan, self._replica, self._runner.steps.stage, plan_digest=plan_digest)
         reader = reader_of(batch) if self._required.text else None
-        collate = Collator(required=self._required, reader=reader, special=self._tokens, loss_on=self._loss_on)
+        collate = Collator(
+            required=self._required,
+            reader=reader,
+            special=self._tokens,
+            loss_on=self._loss_on,
+            length_multiple=self.planner.settings.length_multiple,
+        )
         self._runner.settings = self.planner.settings
         result, _, _ = self._runner.run(
             entry,
@@ -257,7 +263,7 @@ class MegatronPipeline:
                 "expected a model configuration with calculate_per_token_loss: micro-batches hold different numbers "
                 "of tokens"
             )
-        check_models(self._models)
+        check_models(self._models, multiple=self.planner.settings.length_multiple)
 
     def _configure(self) -> None:
         """Set in the model's configuration what Megatron's training loop sets there."""

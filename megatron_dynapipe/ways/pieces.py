@@ -18,7 +18,7 @@ from megatron_dynapipe.core.partition import OrderedPartitions, by_length
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, Recompute
+from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.core.ways import Candidate
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_costs
 
@@ -153,7 +153,7 @@ class CutSamples:
             samples,
             problem,
             most,
-            LENGTH_MULTIPLE * self._settings.tensor_parallel,
+            self._settings.length_multiple * self._settings.tensor_parallel,
             recompute=self._settings.recompute,
             element_bytes=self._settings.element_bytes,
             strict=self._is_needed or self._most is not None,  # for memory, the longest piece counts
@@ -234,7 +234,7 @@ def of_pieces(
         **{name: getattr(samples, name)[pieces.sample] for name in ("ids", "input_tokens", "target_tokens")},
         input_positions=positions,
         target_positions=np.zeros_like(positions),
-        inputs=round_up_all(positions),
+        inputs=round_up_all(positions, problem.length_multiple),
         targets=np.zeros_like(positions),
         starts=pieces.start,
         labels=None if samples.labels is None else _labels(samples.labels[pieces.sample], pieces),

@@ -46,6 +46,8 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
         "t5: entry script, Transformer Engine's layers, against the CPU",
         "llama: planned against Megatron's own packed rows, loss on everything",
         "llama: planned against Megatron's own packed rows, loss on targets",
+        "llama: planned in eight bits, tensorwise",
+        "llama: planned in eight bits, blockwise",
     }
     figures = {check["name"]: check["figures"] for check in report["checks"]}
     assert figures["t5: throughput of real training"]["planned_tokens_per_s"] > 0
@@ -174,6 +176,8 @@ def test_figures_of_throughput_are_those_of_its_report():
         "planned_tokens_per_s": 10_000.0,
         "token_based_tokens_per_s": 5_000.0,
         "token_based_ratio": 0.5,
+        "planned_first_loss": 1.0,
+        "token_based_first_loss": 1.0,
     }
 
 
@@ -193,6 +197,10 @@ def test_megatrons_own_packed_rows_are_compared_with_planned_ones_for_both_losse
         assert check.make(case_of(tmp_path)) == {"stock_packed_tokens_per_s": 5.0, "stock_packed_ratio": 0.8}
     losses = [words[words.index("--dynapipe-loss") + 1] for words in ran]
     assert losses == ["everything", "targets"] and all("planned,stock_packed" in words for words in ran)
+    in_eight_bits = [check for check in timings.measurements(case_of(tmp_path)) if "eight bits" in check.name]
+    for check in in_eight_bits:
+        check.make(case_of(tmp_path))
+    assert [words[words.index("--fp8-recipe") + 1] for words in ran[2:]] == ["tensorwise", "blockwise"]
 
 
 @pytest.mark.parametrize(("outcome", "named"), [(MEASURED, True), (MEASURED_POORLY, False), (None, False)])

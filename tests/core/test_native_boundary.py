@@ -63,6 +63,7 @@ def good() -> dict[str, Any]:
         "ordered_starts": False,
         "division": 0,
         "enough": 0,
+        "row_multiple": 8,
     }
 
 

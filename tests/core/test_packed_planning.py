@@ -60,6 +60,19 @@ def plan(
     return planner.plan(given, 0, forward_only=forward_only)
 
 
+@pytest.mark.parametrize("multiple", [16, 128])
+@pytest.mark.parametrize(("family", "layouts"), [(GPT, BOTH), (GPT, PADDED), (T5, PACKED)])
+def test_lengths_are_multiples_of_what_the_settings_say(family, layouts, multiple):
+    """Of pieces, too, and the core prices rows so: the same batch in multiples of 8 takes no longer."""
+    changes = {"slices": multiple} if PACKED[0] in layouts and family is GPT else {}
+    planned = plan(family, layouts, batch(family, 40), length_multiple=multiple, **changes)
+    verify(planned, expected_samples=range(100, 140))
+    shapes = [micro_batch.shape for replica in planned.replicas for micro_batch in replica.micro_batches]
+    assert shapes and not [shape for shape in shapes if shape.input_length % multiple or shape.target_length % multiple]
+    shorter = plan(family, layouts, batch(family, 40), **changes)
+    assert shorter.totals.predicted_ns <= planned.totals.predicted_ns * 1.02
+
+
 @pytest.mark.parametrize(
     ("family", "layouts", "changes"),
     [

@@ -28,16 +28,30 @@ def test_work_of_a_layer_by_hand() -> None:
     assert work.input_bytes == 2 * 64 * tokens
 
 
-@pytest.mark.parametrize(
-    ("element_bytes", "stored", "beside"),
-    [
-        pytest.param(4, 4, (1000 * 64 + 30 * 64) * 4, id="fp32: the logits become the probabilities in place"),
-        pytest.param(2, 4, 2 * 30 * 1000 + (1000 * 64 + 30 * 64) * 2, id="half precision: a copy of the logits"),
-    ],
-)
-def test_memory_of_the_head_by_hand(element_bytes: int, stored: int, beside: int) -> None:
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_memory_of_the_head_by_hand(element_bytes: int) -> None:
     kept, peak = LayerWork(shape=GPT, element_bytes=element_bytes).head_memory(B, Q)
-    assert kept == stored * 30 * 1000 + element_bytes * 30 * 64 and peak == kept + beside
+    assert kept == element_bytes * (30 * 1000 + 30 * 64)
+    assert peak == kept + element_bytes * (30 * 1000 + 1000 * 64 + 30 * 64)  # gradients: logits, weight, input
+
+
+def test_products_in_eight_bits_take_half_the_time_and_the_head_none_less() -> None:
+    """Without traffic and launches; attention's own products stay as they are."""
+    rates = DeviceRates(flops_per_second=1e9, bytes_per_second=1e30, layer_overhead_us=0.0, sharpness=1.0)
+    work = LayerWork(shape=GPT).encoder(np.array(4.0), np.array(128.0))
+    of_core = float(work.core_flops / (work.core_flops + work.linear_flops))
+    plain, halved = (
+        AnalyticCostModel(msgspec.structs.replace(GPT, eight_bits=eight), rates, max_size=4, max_length=128)
+        .tables(tensor_parallel=1, recompute=Recompute.NONE)
+        .values[:, :, -1, -1, 0]
+        for eight in (False, True)
+    )
+    layers, heads = slice(0, 2), 2
+    for quantity in (Quantity.FORWARD, Quantity.BACKWARD):
+        ratio = halved[layers, quantity].sum() / plain[layers, quantity].sum()
+        assert ratio == pytest.approx((1 + of_core) / 2, rel=1e-3)
+        assert halved[heads, quantity] == plain[heads, quantity]
+    assert (halved[:, Quantity.STORED] == plain[:, Quantity.STORED]).all()
 
 
 def test_tensor_parallel_ranks_share_what_can_be_shared() -> None:

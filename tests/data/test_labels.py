@@ -72,6 +72,18 @@ def test_planned_positions_and_labels_run(rows, family, sides, most_input, most_
             assert rows_alone.rows is None or int(rows_alone.loss_mask.sum()) == batch.labels[at]
 
 
+@pytest.mark.parametrize(("multiple", "rows"), [(8, 8), (16, 16), (64, None)])
+def test_rows_of_labels_alone_have_the_lengths_of_the_settings(multiple, rows):
+    """Where that is as many as all positions, there are none alone."""
+    reader = [(10 + np.arange(40), 100 + np.arange(5))]
+    collator = Collator(
+        required=REQUIRED, reader=reader, special=SPECIAL, loss_on=LossOn.TARGETS, length_multiple=multiple
+    )
+    plan = msgspec.structs.replace(lists.micro_batch(Shape(1, 64), [45], [0], sample_ids=(0,)), labels=(5,))
+    host = collator(0, plan, ModelFamily.GPT)
+    assert (None if host.rows is None else len(host.rows)) == rows and int(host.loss_mask.sum()) == 5
+
+
 def test_a_sample_that_was_planned_otherwise_is_refused():
     """As one of a conversation whose turns are others: its length is none that a cut gives."""
     reader = [(np.arange(9), np.arange(3))]

@@ -45,7 +45,7 @@ _SLURM = {"sbatch": 'shift 2\nexec bash "$@"', "srun": 'shift\nexec "$@"', "scon
 
 def make_workspace(folder: Path) -> dict[str, str]:
     """Fill a folder with what a checkout and its reader have; the environment of commands in it."""
-    for name in ("benchmarks", "examples", "docker", "pretrain_gpt_multitask.py", "pretrain_t5_multitask.py"):
+    for name in ("benchmarks", "examples", "pretrain_gpt_multitask.py", "pretrain_t5_multitask.py"):
         (folder / name).symlink_to(ROOT / name)
     _small_run_files(folder / "configs")
     make_dataset(folder / ".demo" / "data")

@@ -83,6 +83,8 @@ EXPERTS = (
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EVALUATED = "--eval-interval 2 --eval-iters 1"
+EIGHT_BITS = "--bf16 --fp8-format hybrid --fp8-recipe"
+LONGER = "--max-position-embeddings 128 --seq-length"
 COMBINED = table(
     ("", Row("gpt", f"{OVERLAPPED} --bf16 --dynapipe-layout packed {EVALUATED}")),
     ("", Row("gpt", f"{TENSOR} --sequence-parallel --bf16 {LLAMA} --group-query-attention --num-query-groups 2")),
@@ -102,6 +104,21 @@ COMBINED = table(
     ("", Row("profile", "--model gpt --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
     ("", Row("profile", "--model t5 --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
 )
+QUANTIZED = [
+    pytest.param(replace(row, engine=True), id=row.name, marks=() if daily else pytest.mark.slow)
+    for daily, row in (
+        (1, Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise {HALVES}")),
+        (0, Row("gpt", f"{PIPELINE} {EIGHT_BITS} blockwise {RECOMPUTED} {LONGER} 128")),
+        (0, Row("gpt", f"{TENSOR} --sequence-parallel {EIGHT_BITS} tensorwise {LLAMA} --dynapipe-loss-on targets")),
+        (
+            0,
+            Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-layout packed --dynapipe-slices 16 {EVALUATED}"),
+        ),
+        (0, Row("t5", f"{PIPELINE} {EIGHT_BITS} mxfp8 --decoder-seq-length 32")),
+        (0, Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-calibrate 1")),
+    )
+]
+"""Their engine asserts that lengths are aligned, and that weights are quantised after they have changed."""
 # Layers of a T5 take longer to measure here than a start may wait; `profile` above measures them.
 WHOLE = "--dynapipe-calibrate 0 --dynapipe-device-memory-limit 400"
 SHARED = f"{WHOLE} --distributed-backend gloo --train-iters 4 --eval-interval 4"
@@ -248,7 +265,7 @@ def ended(ranks: Any) -> Sequence[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.parametrize("row", COMBINED + DEMOS + FILES + PRINTED)
+@pytest.mark.parametrize("row", COMBINED + QUANTIZED + DEMOS + FILES + PRINTED)
 def test_a_run_ends(row, outcomes):
     if row.what == "profile":
         assert outcomes[row.name] == [0]
@@ -258,6 +275,20 @@ def test_a_run_ends(row, outcomes):
     assert (row.what == "gpt" and "--bf16" in row.flags) <= (", MFU " in ranks[0]["stdout"])
     assert losses and all(math.isfinite(loss) for loss in losses.values())
     assert norms and all(0 < norm < math.inf for norm in norms)
+
+
+WHOLE_AND_HALVES = [
+    Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-split-backward {on}") for on in ("off", "on")
+]
+
+
+@pytest.mark.parametrize("row", [replace(row, engine=True) for row in WHOLE_AND_HALVES])
+def test_gradients_in_eight_bits_are_the_same_in_halves(row, outcomes):
+    """A bias's gradient is made once, by the backward pass."""
+    ranks, whole = (ended(outcomes[name]) for name in (row.name, replace(WHOLE_AND_HALVES[0], engine=True).name))
+    for rank, other in zip(ranks, whole, strict=True):
+        assert rank["losses"] == pytest.approx(other["losses"], rel=2e-3)
+        assert rank["norms"] == pytest.approx(other["norms"], rel=2e-2)
 
 
 @functools.cache

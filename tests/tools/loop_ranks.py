@@ -127,7 +127,7 @@ def refused(*, rank: int, world_size: int) -> dict[str, str]:
 
     found = {
         "nothing": opened(),
-        "fp8": opened({"fp8": "hybrid"}),
+        "fp8": opened({"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
         "weights later": opened({"delay_wgrad_compute": True}),
         "graphs": opened({"cuda_graph_impl": "local"}),
         "a shared sequence": opened({"context_parallel_size": 2}, wire_rows=None),

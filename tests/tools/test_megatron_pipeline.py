@@ -40,7 +40,7 @@ def test_a_batch_can_be_planned_before_it_is_run():
 REFUSED = {
     "layout": "layout of data × tensor × pipeline parallel ranks × chunks 1 × 1 × 2 × 1, got 1 × 1 × 1 × 1",
     "loss": "calculate_per_token_loss",
-    "fp8": "fp8 cannot be used with planned passes: its scales are agreed on in every pass",
+    "fp8": "fp8_recipe cannot be used with planned passes: its scales are agreed on in every pass",
     "modules": "expected --recompute-modules among core_attn, mlp, moe, shared_experts, got layernorm",
     "optimizer": "expected an optimizer to step with, got none",
     "batch": "expected a batch of at least one sample, got none",

@@ -145,7 +145,7 @@ def test_rows_that_are_not_those_said_are_refused_at_the_send():
 
 REFUSED = {
     "nothing": "nothing",
-    "fp8": "fp8 cannot be used with planned passes: its scales are agreed on in every pass",
+    "fp8": "fp8 cannot be used with planned passes: its products want rows in multiples of 16",
     "weights later": "delay_wgrad_compute cannot be used with planned passes",
     "graphs": "cuda_graph_impl cannot be used with planned passes: a graph is captured for one shape",
     "a shared sequence": "expected wire_rows where ranks share a sequence",

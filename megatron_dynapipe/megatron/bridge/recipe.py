@@ -33,6 +33,7 @@ from megatron_dynapipe.megatron.entry import calibration
 from megatron_dynapipe.megatron.equip.halves import modules_held
 from megatron_dynapipe.megatron.flags import machine
 from megatron_dynapipe.megatron.models.config import StateBytes, expert_ranks
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
@@ -143,6 +144,7 @@ def state_bytes(config: Any) -> StateBytes:
         gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
         optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
         optimizer_shards=shards,
+        quantised=2 * bool(getattr(of_model(config), "fp8", None)),
         expert_shards=max(shards * tensor // expert_ranks(of_model(config)), 1),
     )
 
@@ -206,6 +208,7 @@ def _planner(
         recompute=recompute_modes(config),
         element_bytes=state_dtype(config).itemsize,
         sequence_parallel=model.sequence_parallel,
+        length_multiple=length_multiple(model),
         **of_model_built,
         **of_machine,
     )

@@ -6,14 +6,15 @@ Most of it is the table of all hosts (`flags.refusals`), whose names Bridge's co
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError, DataError
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
 from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.megatron.flags.refusals import EVERYWHERE, EXPERTS, Refusal, first_asked
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 
 BRIDGE = (
     Refusal("use_decentralized_pg", "planned stages find one another by Megatron's global process groups"),
@@ -27,7 +28,8 @@ _MODELS = ("GPTModelProvider", "HybridModelProvider", "GPTModelConfig", "HybridM
 _PLACES = ("mixed_precision", "comm_overlap", "ddp", "dist", "train", "dataset")
 """Parts of a recipe that have names of the table, beside its model."""
 _INSTEAD = {
-    "config.mixed_precision.fp8": 'config.mixed_precision = "bf16_mixed"',
+    "config.mixed_precision.fp8_param_gather": "config.mixed_precision.fp8_param_gather = False, in an object of"
+    " megatron.bridge.training.mixed_precision in place of a name",
     "config.mixed_precision.fp4": 'config.mixed_precision = "bf16_mixed"',
     "config.dataset.enable_offline_packing": "config.dataset.enable_offline_packing = False and"
     " config.dataset.offline_packing_specs = None; config.train.global_batch_size counts samples then, not rows",
@@ -61,9 +63,9 @@ def check_recipe(config: Any) -> None:
         raise ConfigError(f"{place} = {value!r} cannot be used in a planned run: {row.why}", hint=f"set {hint}")
     if pattern := pattern_of(config):
         kinds_of_pattern(pattern)
-    length = config.model.seq_length
-    if length % LENGTH_MULTIPLE:
-        raise ConfigError(f"expected model.seq_length to be a multiple of {LENGTH_MULTIPLE}, got {length}")
+    length, multiple = config.model.seq_length, length_multiple(of_model(config))
+    if length % multiple:
+        raise ConfigError(f"expected model.seq_length to be a multiple of {multiple}, got {length}")
 
 
 def _value(config: Any, name: str) -> Any:
@@ -77,12 +79,29 @@ def _asked(config: Any, name: str) -> Iterator[tuple[str, Any]]:
         return  # which Bridge switches off by itself
     if name == "inprocess_restart" and config.inprocess_restart is not None and config.inprocess_restart.enabled:
         yield "config.inprocess_restart.enabled", True
+    precision = _named_precision(config)
+    if name.startswith("fp8") and getattr(precision, "fp8", None):  # which Bridge puts over the model's
+        if value := getattr(precision, name, None):
+            yield f"config.mixed_precision.{name}", value
+        return
     parts = {place: getattr(config, place, None) for place in _PLACES}
     of_transformer = {} if shared is config.model else {"model.transformer": shared}
     for place, part in {"model": config.model, **of_transformer, **parts}.items():
-        precision = part if isinstance(part, str) and name in part else None  # "bf16_with_fp8_current_scaling_mixed"
-        if value := precision or getattr(part, name, None):
+        named = part if isinstance(part, str) and name in part else None  # "bf16_with_nvfp4_mixed"
+        if value := named or getattr(part, name, None):
             yield f"config.{place}.{name}", value
+
+
+def _named_precision(config: Any) -> Any:
+    """A recipe's mixed precision; of a name with products in eight bits what it stands for, all of which gather so."""
+    precision = config.mixed_precision
+    if not isinstance(precision, str) or "fp8" not in precision:
+        return precision
+    recipe = next((recipe for words, recipe in _RECIPES.items() if words in precision), "delayed")
+    return SimpleNamespace(fp8=precision, fp8_recipe=recipe, fp8_param_gather=precision)
+
+
+_RECIPES = {"current_scaling": "tensorwise", "subchannel_scaling": "blockwise", "mxfp8": "mxfp8"}
 
 
 def _of_bridge(config: Any) -> Iterator[tuple[str, str, str]]:

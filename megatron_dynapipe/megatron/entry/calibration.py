@@ -49,6 +49,7 @@ _LAYER_COSTS = (
     *("seq_length", "decoder_seq_length", "max_position_embeddings", "padded_vocab_size", "global_batch_size"),
     *("normalization", "position_embedding_type", "add_bias_linear", "untie_embeddings_and_output_weights"),
     *("tensor_model_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "dynapipe_attention"),
+    *("fp8", "fp8_recipe"),
     *("attention_dropout", "hidden_dropout", "accumulate_allreduce_grads_in_fp32", "attention_backend"),
 )
 """Arguments that layers' costs depend on."""

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_dynapipe.megatron.models.divided_linears import DividedModule, EngineStore
+from megatron_dynapipe.megatron.models.eight_bits import WHOLE, keeps_whole
 
 _MATRIX = 2
 """Dimensions of a linear's weight."""
@@ -18,6 +19,8 @@ def undivided_because(chunks: Sequence[Any]) -> str:
     """Why the backward passes of equipped chunks stay whole; empty where they may be divided."""
     if "mlp" in (chunks[0].config.recompute_modules or ()):
         return "recompute_modules mlp computes linear layers again"
+    if keeps_whole(chunks[0].config):
+        return WHOLE
     whole = sorted({type(linear).__name__ for linear in _whole_linears(chunks)})
     return f"{', '.join(whole)} computes all gradients together" if whole else ""
 

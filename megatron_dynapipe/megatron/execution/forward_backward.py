@@ -25,6 +25,7 @@ from megatron_dynapipe.megatron.execution.megatron_stage import (
     PrepareMicroBatch,
     WeightDone,
 )
+from megatron_dynapipe.megatron.execution.micro_batch_context import forget_quantised
 from megatron_dynapipe.megatron.hooks.timers import without_timers
 from megatron_dynapipe.runtime import Step, StepRunner, StepTotals
 
@@ -155,6 +156,7 @@ def _passes(
 ) -> Iterator[None]:
     """While a list runs."""
     equip(models).forget()
+    forget_quantised(models)
     with reduction, without_timers(config):
         gathers.begin()
         yield

@@ -55,10 +55,21 @@ def add_up_weight_gradients(models: Sequence[nn.Module]) -> None:
 
     With `gradient_accumulation_fusion` they overwrite the gradient in the backward pass of the forward that ran first,
     which Megatron's layers mark. In Megatron's schedules that backward is the first one, too; in a plan any may be.
+    The mark also says that weights in eight bits are to be made anew, for which `forget_quantised` drops them.
     """
     for module in (module for model in models for module in model.modules()):
         if hasattr(module, "is_first_microbatch"):
             vars(module)["is_first_microbatch"] = False
+
+
+def forget_quantised(models: Sequence[nn.Module]) -> None:
+    """Let the next forward pass of each of Transformer Engine's linears quantise its weights, which have changed since.
+
+    A linear without the copies that it keeps makes them, whatever its micro-batch's mark says (`quantize_weight`).
+    """
+    for module in (module for model in models for module in model.modules()):
+        if kept := getattr(module, "_fp8_workspaces", None):
+            kept.clear()
 
 
 class RecomputeSwitch:

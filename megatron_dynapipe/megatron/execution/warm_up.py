@@ -7,7 +7,9 @@ Functions compiled by `torch.compile` (Megatron's fused bias-GELU and SwiGLU amo
 then once more with the dimensions left open that were found to differ; a dimension of 1 and gradients on or off are
 told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
 What picks a kernel by its sizes, as cuBLAS does, meets those of the first plan when its list is run alone
-(`forward_backward.run_iteration`).
+(`forward_backward.run_iteration`). It need not meet those of later plans: on several stages all kernels of libraries
+are loaded from the start (`CUDA_MODULE_LOADING=EAGER`, `entry/bootstrap.py`), so that another pick loads nothing. What
+builds its kernels as it meets shapes does: cuDNN's attention for padded rows, before each list (`padded_attention`).
 """
 
 import importlib
@@ -26,15 +28,15 @@ from torch._dynamo import config as dynamo
 from megatron_dynapipe.core.instructions import Backward, Buffer, Forward, Load, TensorShape
 from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Recompute, Shape, round_up
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute, Shape, round_up
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.data.segments import RowSegments
 from megatron_dynapipe.megatron.execution.megatron_stage import DeviceBatch, ForwardStep, MegatronStage
 from megatron_dynapipe.megatron.hooks.timers import without_timers
 from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
 
-LENGTH = 8 * LENGTH_MULTIPLE
-"""Positions of the longer padded micro-batches, where samples may be as long."""
+LENGTH = 8
+"""Positions of the longer padded micro-batches, in multiples of lengths, where samples may be as long."""
 ROWS = (272, 400)
 """Positions of packed rows: three and four blocks of `flex_attention`, none of which is full."""
 
@@ -152,11 +154,13 @@ def _micro_batches(settings: PlannerSettings, longest: Shape, required: Required
     family = settings.model.family
     batch_layouts = settings.micro_batch_layouts
     micro_batches = []
-    longer = [min(LENGTH, length) for length in longest[1:]]
-    for lengths in (longer, [round_up(length // 2) for length in longer]):
+    multiple = settings.length_multiple
+    longer = [min(LENGTH * multiple, length) for length in longest[1:]]
+    for lengths in (longer, [round_up(length // 2, multiple) for length in longer]):
         sizes = (1, 2) if BatchLayout.PADDED in batch_layouts else ()
         micro_batches += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
-    for positions in ROWS if BatchLayout.PACKED in batch_layouts else ():
+    for least in ROWS if BatchLayout.PACKED in batch_layouts else ():
+        positions = round_up(least, multiple)
         shape = Shape(1, positions, positions if family.is_encoder_decoder else 0)
         samples = -(-positions // min(filter(None, longest[1:])))
         micro_batches.append(_micro_batch(family, shape, required, samples=samples))

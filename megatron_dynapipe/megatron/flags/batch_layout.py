@@ -21,6 +21,7 @@ from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.problem import SplitBackward
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily
 from megatron_dynapipe.megatron.flags.planning_flags import ADAPTIVE
+from megatron_dynapipe.megatron.models import eight_bits
 from megatron_dynapipe.megatron.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.megatron.models.relative_attention import LEAST_HEAD_SIZE
 from megatron_dynapipe.megatron.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
@@ -129,6 +130,7 @@ def undivided_because(args: argparse.Namespace) -> str:
                 args.transformer_impl != "local" and HAVE_TRANSFORMER_ENGINE and not is_te_min_version("2.3.0"),
                 "Transformer Engine below 2.3 computes all gradients together",
             ),
+            (eight_bits.keeps_whole(args), eight_bits.WHOLE),
             ("mlp" in (args.recompute_modules or ()), "--recompute-modules mlp computes linear layers again"),
             (args.dynapipe_schedule != ADAPTIVE, f"--dynapipe-schedule {args.dynapipe_schedule} divides none"),
         )

@@ -6,17 +6,19 @@ data, costs or checkpoints is `preflight`'s.
 """
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, ModelFamily, Recompute, target_positions
+from megatron_dynapipe.core.units import ModelFamily, Recompute, target_positions
 from megatron_dynapipe.costing import ScatterGather
 from megatron_dynapipe.costing.pattern import ATTENDS, EXPERTS, LATENT, kinds_of_pattern
 from megatron_dynapipe.megatron.flags import machine, refusals
 from megatron_dynapipe.megatron.flags.checkpoints import TRACKER, check_trackers
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.megatron.models.positions import T5_POSITIONS
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime.kernel_compiler import HINT, missing_for_kernels
@@ -269,9 +271,10 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     lengths = {"--seq-length": args.seq_length}
     if family.is_encoder_decoder:
         lengths["--decoder-seq-length"] = args.decoder_seq_length
+    multiple = length_multiple(args)
     for flag, length in lengths.items():
-        if length is None or length % LENGTH_MULTIPLE:
-            raise ConfigError(f"expected {flag} to be a multiple of {LENGTH_MULTIPLE}, got {length}")
+        if length is None or length % multiple:
+            raise ConfigError(f"expected {flag} to be a multiple of {multiple}, got {length}")
         if length > LARGEST_COORDINATE:
             raise ConfigError(
                 f"expected {flag} to be at most {LARGEST_COORDINATE} (2^20 positions), got {length}",
@@ -280,6 +283,25 @@ def maximum_lengths(args: argparse.Namespace, family: ModelFamily) -> tuple[int,
     if family.is_encoder_decoder:
         return args.seq_length, args.decoder_seq_length - target_positions(family, 0)
     return args.seq_length + 1, 0  # n tokens train n - 1 positions
+
+
+def settle_layers(args: argparse.Namespace) -> None:
+    """Choose the layers that a command line leaves open, Transformer Engine's if it is installed; says so on rank 0.
+
+    Local layers that are chosen, or lack apex, have PyTorch's norms and softmax.
+    """
+    from megatron_dynapipe.megatron.models.specs import HAVE_TRANSFORMER_ENGINE
+
+    left_open = args.transformer_impl is None
+    if left_open:
+        args.transformer_impl = "transformer_engine" if HAVE_TRANSFORMER_ENGINE else "local"
+        say(
+            "layers: Transformer Engine's, which is installed (--transformer-impl local takes Megatron's)"
+            if HAVE_TRANSFORMER_ENGINE
+            else "layers: Megatron's local ones, as Transformer Engine is not installed"
+        )
+    if args.transformer_impl == "local" and (left_open or importlib.util.find_spec("apex") is None):
+        args.no_persist_layer_norm, args.masked_softmax_fusion = True, False
 
 
 def settle_kernels(args: argparse.Namespace, *, on_cpu: bool) -> None:

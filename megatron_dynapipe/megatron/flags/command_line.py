@@ -47,6 +47,7 @@ ARGS_DEFAULTS: dict[str, Any] = {
     "dataloader_type": "external",  # our iterators pass through Megatron untouched
     "micro_batch_size": 1,  # nominal: makes an iteration N samples for --global-batch-size N, whatever the plan does
     "tokenizer_type": "HuggingFaceTokenizer",
+    "transformer_impl": None,  # `checks.settle_layers` chooses
 }
 """Defaults of Megatron's arguments, by destination, for every planned run."""
 
@@ -272,6 +273,7 @@ def settle(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpar
     from megatron_dynapipe.megatron.flags import checks, from_megatron, layer_split
 
     _settle_defaults(args, family)
+    checks.settle_layers(args)
     checks.check(args, family, known)
     checks.settle_kernels(args, on_cpu=cpu.is_enabled())
     if args.train_epochs is not None:

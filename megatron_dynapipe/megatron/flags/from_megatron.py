@@ -42,6 +42,7 @@ from megatron_dynapipe.megatron.flags.planning_flags import AUTO
 from megatron_dynapipe.megatron.flags.run_config import RunConfig
 from megatron_dynapipe.megatron.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.megatron.models.config import ModelConfig, StateBytes, expert_ranks
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.megatron.models.positions import Positions
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
@@ -171,6 +172,7 @@ def _planner(
         element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
         sequence_parallel=model.sequence_parallel,
+        length_multiple=length_multiple(args),
     )
 
 
@@ -221,6 +223,7 @@ def state_bytes(args: argparse.Namespace) -> StateBytes:
         gradient=4 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize,
         optimizer=4 * (moments + is_half),  # the master copy of half-precision parameters
         optimizer_shards=args.data_parallel_size if args.use_distributed_optimizer else 1,
+        quantised=2 * bool(args.fp8),
         expert_shards=stage_ranks // expert_ranks(args) if args.use_distributed_optimizer else 1,
     )
 

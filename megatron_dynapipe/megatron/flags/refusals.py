@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.megatron.models.eight_bits import MULTIPLES
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts")
 """Values of Megatron's `--recompute-modules` that can be switched for each micro-batch."""
@@ -26,16 +27,18 @@ class Refusal(NamedTuple):
         why: the reason.
         unasked: their value if nobody asks, where that is not false.
         taken: words that may be asked for; empty for none.
+        beside: what has to be asked for, too.
     """
 
     names: str
     why: str
     unasked: object = None
     taken: tuple[str, ...] = ()
+    beside: str = ""
 
     def asked(self, value_of: Asked) -> Iterator[str]:
         """Those of the names that are asked for."""
-        for name in self.names.split():
+        for name in self.names.split() if not self.beside or value_of(self.beside) else ():
             value = value_of(name)
             if value and value != self.unasked and not self._takes(value):
                 yield name
@@ -48,9 +51,15 @@ class Refusal(NamedTuple):
 PASSES = (
     Refusal("hybrid_context_parallel dynamic_context_parallel", "planned rows are not divided over ranks"),
     Refusal(
-        "fp8 fp4 fp8_output_proj fp8_param_gather fp4_param_gather te_precision_config_file",
-        "its scales are agreed on in every pass, but replicas have different numbers of passes; its weights are kept"
-        " from one iteration to the next by rules of Megatron's own schedules",
+        "fp8_recipe",
+        "its scales are agreed on in every pass, but replicas have different numbers of passes",
+        taken=tuple(MULTIPLES),
+        beside="fp8",
+    ),
+    Refusal(
+        "fp4 fp8_output_proj fp8_param_gather fp4_param_gather fp8_dot_product_attention fp8_multi_head_attention"
+        " te_precision_config_file",
+        "planned passes quantise the weights of layers from their own type once an iteration, and nothing else",
     ),
     Refusal("cuda_graph_impl", "a graph is captured for one shape, and micro-batches have many", "none"),
     Refusal("enable_cuda_graph external_cuda_graph", "a graph is captured for one shape, and micro-batches have many"),
@@ -174,6 +183,7 @@ ENTRY_SCRIPTS = (
 """For models that the entry scripts build."""
 
 LOCAL = (
+    Refusal("fp8", "Megatron's local layers have no products in eight bits"),
     Refusal("layernorm_zero_centered_gamma", "PyTorch's norms have no weights around zero"),
     Refusal(
         "flash_attention_version fused_residual_rmsnorm batch_invariant_mode use_te_activation_func",

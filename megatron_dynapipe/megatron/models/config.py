@@ -142,12 +142,14 @@ class StateBytes:
         optimizer: master copy and moments.
         optimizer_shards: ranks that share the optimizer's states.
         expert_shards: ranks that share those of experts.
+        quantised: in eight bits, as products read it forward and backward; as many of embeddings, which have none.
     """
 
     gradient: int
     optimizer: int
     optimizer_shards: int = 1
     expert_shards: int = 1
+    quantised: int = 0
 
     def total(self, modules: Sequence[torch.nn.Module]) -> int:
         """Parameters, gradients and optimizer states of a rank's modules, and their buffers.
@@ -155,7 +157,7 @@ class StateBytes:
         Counted from the real modules: embeddings where they lie, a weight that two modules share once.
         """
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-        kept = sum(p.numel() * p.element_size() for p in parameters)
+        kept = sum(p.numel() * (p.element_size() + self.quantised) for p in parameters)
         kept += sum(b.numel() * b.element_size() for module in modules for b in module.buffers())
         trained = [p for p in parameters if p.requires_grad]
         of_experts = sum(p.numel() for p in trained if not getattr(p, "allreduce", True))  # Megatron's mark

@@ -275,13 +275,15 @@ class EngineStore:
         """Keep what a backward pass leaves: operands, of a dense linear (input, output's gradient), and their product.
 
         The product makes a bias's gradient, too, and the backward pass then has none to return, which the hook on the
-        bias does not expect: it is made here. Without fused accumulation it returns none for the weight either.
+        bias does not expect: it is made here. Without fused accumulation it returns none for the weight either. In
+        eight bits operands are no plain tensors, and the backward pass has made the bias's gradient itself.
         """
         linear = self._linear
         assert self._halves.key is not None, "asked for in divided passes alone"
         named = list(linear.named_parameters(recurse=False))
-        if getattr(linear, "apply_bias", False) and not getattr(linear, "gemm_bias_unfused_add", False):
-            of_outputs = operands[1:2] if isinstance(operands[1], Tensor) else operands[1]  # a grouped one's
+        of_outputs = operands[1] if isinstance(operands[1], list) else operands[1:2]  # a grouped one's
+        is_plain = all(type(of_output) is Tensor for of_output in of_outputs)
+        if is_plain and getattr(linear, "apply_bias", False) and not getattr(linear, "gemm_bias_unfused_add", False):
             biases = [bias for name, bias in named if name.startswith("bias")]
             for bias, of_output in zip(biases, of_outputs, strict=True):
                 bias.grad = of_output.flatten(0, -2).sum(dim=0).to(bias.dtype)

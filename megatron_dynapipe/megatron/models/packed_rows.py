@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dynapipe.core.units import round_up
+from megatron_dynapipe.core.units import LENGTH_MULTIPLE, round_up
 from megatron_dynapipe.data.segments import CutSegment, RowSegments
 from megatron_dynapipe.megatron.models.padded_rows import PADDED_FORMAT, AttentionRows
 from megatron_dynapipe.megatron.models.segment_groups import SegmentGroup, group_segments
@@ -97,11 +97,16 @@ class DeviceSegments:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device, cuts: Mapping[int, CutSegment] | None = None
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        cuts: Mapping[int, CutSegment] | None = None,
+        *,
+        multiple: int = LENGTH_MULTIPLE,
     ) -> "DeviceSegments":
         """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
         starts = tuple(accumulate(lengths, initial=0))
-        host = RowSegments.of(starts, round_up(starts[-1]), cuts)
+        host = RowSegments.of(starts, round_up(starts[-1], multiple), cuts)
         return cls(
             host=host,
             offsets=host.offsets.to(device),

@@ -30,6 +30,7 @@ from megatron_dynapipe.megatron.execution.micro_batch_context import RecomputeSw
 from megatron_dynapipe.megatron.execution.step_functions import takes_mask
 from megatron_dynapipe.megatron.models import specs
 from megatron_dynapipe.megatron.models.config import ModelConfig
+from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.megatron.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.megatron.models.packed_rows import (
     DeviceSegments,
@@ -243,12 +244,12 @@ def _t5_parts(model: ModelConfig, make: "_Inputs", chained: int) -> list[Measure
         return decode(T5StageInputs(decoder_row=row), keys.positions.size(1), queries.positions.size(1), 1)
 
     def encode_padded(point: Point) -> Forward:
-        size, length = point
+        size, length = point[0], make.padded_up(point[1])
         return encode(make.padded(Shape(size, length, 1)), length, size)
 
     def decode_padded(point: Point) -> Forward:
-        size, encoded, length = point
-        return decode(make.padded(Shape(*point)), encoded, length, size)
+        size, encoded, length = point[0], *map(make.padded_up, point[1:])
+        return decode(make.padded(Shape(size, encoded, length)), encoded, length, size)
 
     return [
         MeasuredModule(name="encoder", module=encoder, prepare=encode_padded, prepare_row=encode_row, layers=chained),
@@ -293,7 +294,7 @@ def _gpt_layers(kind: str, layer: Any, chained: int, make: "_Inputs") -> Measure
     explicit_mask = takes_mask([layer])
 
     def run_layer(point: Point) -> Forward:
-        b, s = point
+        b, s = point[0], make.padded_up(point[1])
         state = make.state(s, b)
         positions = torch.arange(s, device=state.device).expand(b, -1)
         mask = causal_mask(s, state.device) if explicit_mask else None
@@ -371,6 +372,11 @@ class _Inputs:
         self._device = device
         self._ways = tensor_parallel if model.sequence_parallel else 1
         self._engine = model.engine_attention
+        self._multiple = length_multiple(model.arguments)
+
+    def padded_up(self, length: int) -> int:
+        """The length of a micro-batch of so many positions."""
+        return round_up(length, self._multiple)
 
     def state(self, length: int, size: int) -> Tensor:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
@@ -383,7 +389,7 @@ class _Inputs:
 
     def row(self, lengths: Lengths, cuts: Mapping[int, CutSegment] | None = None) -> DeviceSegments:
         """`DeviceSegments.of` these lengths."""
-        return DeviceSegments.of(lengths, self._device, cuts)
+        return DeviceSegments.of(lengths, self._device, cuts, multiple=self._multiple)
 
     def padded(self, shape: Shape) -> T5StageInputs:
         """The inputs of a stage's layers in training; rows are as long as can be, which costs the same as padding."""

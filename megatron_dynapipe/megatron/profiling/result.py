@@ -155,7 +155,7 @@ def _engine_version() -> str:
 
 def _model(setup: ProfileSetup, adapters: Adapters | None) -> dict[str, Any]:
     model = setup.model
-    parts = {"experts": model.experts, "adapters": adapters}
+    parts = {"experts": model.experts, "adapters": adapters, "eight_bits": bool(setup.args.fp8) or None}
     return {name: msgspec.to_builtins(part) for name, part in parts.items() if part is not None} | {
         "type": model.family.value,
         "hidden": model.hidden,

@@ -166,6 +166,7 @@ def _parse(
     flags: Sequence[str], family: ModelFamily, layout: Sequence[str], replicas: int, vocabulary: int | None
 ) -> argparse.Namespace:
     def settle(args: argparse.Namespace, _known: Sequence[argparse.Action]) -> None:
+        checks.settle_layers(args)
         checks.check_model(args, family)
         if args.hybrid_layer_pattern is not None:
             args.hybrid_layer_pattern = without_stages(args.hybrid_layer_pattern)

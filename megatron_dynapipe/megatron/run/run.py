@@ -26,6 +26,7 @@ from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.megatron.execution.iterations import IterationRunner
 from megatron_dynapipe.megatron.execution.transport import open_runner
 from megatron_dynapipe.megatron.hooks.timers import add_times
+from megatron_dynapipe.megatron.models import eight_bits
 from megatron_dynapipe.megatron.run.host import Host
 from megatron_dynapipe.megatron.run.log import RunLog
 from megatron_dynapipe.megatron.run.start_clock import StartClock
@@ -109,6 +110,7 @@ class Run:
         if self._runner is not None:
             return self._runner
         host = self.host
+        eight_bits.tell(get_model_config(models[0]))
         control = ControlGroup(timeout_s=self.timeout_s)
         inputs = host.inputs(control, models, evaluates=evaluates)
         files = check_same_run(control, host.sources, inputs)

@@ -146,6 +146,7 @@ class PlanSupply:
                 loss_on=self._settings.loss_on or LossOn(meta.loss),
                 cutter=Cutter(split.sampler.family, split.sampler.sides, SpanTable.read(folder / split.name), tasks),
                 task_ids=tasks if by_task else None,
+                length_multiple=self._inputs.planner.length_multiple,
             ),
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,

@@ -21,7 +21,7 @@ from megatron_dynapipe.choosing.planners import tables_of
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.costs import Floats
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout
+from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing import CostModel, Kind, Links, PipelineLayout
 from megatron_dynapipe.sampling import GlobalBatch
 
@@ -52,7 +52,7 @@ class LeastWork:
 
 def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBatch) -> LeastWork:
     """The least work of a batch under the settings' tensor parallelism, layouts and recompute modes."""
-    samples = Samples.of(batch, settings.model.family)
+    samples = Samples.of(batch, settings.model.family, settings.length_multiple)
     lengths = samples.input_positions, samples.target_positions
     packs, pads = (layout in settings.micro_batch_layouts for layout in (BatchLayout.PACKED, BatchLayout.PADDED))
     tables = tables_of(settings, cost_model)
@@ -67,7 +67,7 @@ def least_work(settings: PlannerSettings, cost_model: CostModel, batch: GlobalBa
         # the row's; rounding the row up takes these weights below 1 together.
         shortest = int((lengths[0] + lengths[1]).min(initial=1))
         axes = 2 if lengths[1].any() else 1
-        floor = [least * shortest / (shortest + axes * (LENGTH_MULTIPLE - 1)) for least in floor]
+        floor = [least * shortest / (shortest + axes * (settings.length_multiple - 1)) for least in floor]
     return LeastWork(
         kinds=tables[0].kinds,
         samples=by_measure[0],

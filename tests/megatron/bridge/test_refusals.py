@@ -59,6 +59,8 @@ def test_a_recipe_that_asks_for_none_of_it_passes() -> None:
     check_recipe(recipe())
     check_recipe(recipe(model__moe_router_load_balancing_type="sinkhorn", model__moe_expert_capacity_factor=1.0))
     balanced = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "expert_model_parallel_size": 2}
+    precision = SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise", fp8_param_gather=False)
+    check_recipe(recipe(mixed_precision=precision, model__fp8_recipe="delayed"))
     check_recipe(recipe(**EXPERTS, **{f"model__{name}": value for name, value in balanced.items()}))
 
 
@@ -69,11 +71,25 @@ def test_a_recipe_that_asks_for_none_of_it_passes() -> None:
         ({"model": DistillationProvider(seq_length=64)}, "teacher and student", "without plans"),
         (
             {"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"},
-            "mixed_precision.fp8 = 'bf16_with_fp8_delayed_scaling_mixed'",
-            'config.mixed_precision = "bf16_mixed"',
+            "mixed_precision.fp8_recipe = 'delayed'",
+            "config.mixed_precision.fp8_recipe = 'tensorwise'",
         ),
-        ({"mixed_precision": SimpleNamespace(fp8="hybrid")}, "fp8 = 'hybrid'", 'config.mixed_precision = "bf16_mixed"'),
-        ({"mixed_precision": None, "model__fp8": "hybrid"}, "fp8 = 'hybrid'", "config.model.fp8 = None"),
+        (
+            {"mixed_precision": "bf16_with_fp8_current_scaling_mixed"},
+            "mixed_precision.fp8_param_gather = 'bf16_with_fp8_current_scaling_mixed'",
+            "fp8_param_gather = False, in an object of megatron.bridge.training.mixed_precision",
+        ),
+        (
+            {"mixed_precision": SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")},
+            "replicas have different numbers of passes",
+            "config.mixed_precision.fp8_recipe = 'tensorwise'",
+        ),
+        (
+            {"mixed_precision": None, "model__fp8": "hybrid", "model__fp8_recipe": "delayed"},
+            "config.model.fp8_recipe = 'delayed'",
+            "config.model.fp8_recipe = 'tensorwise'",
+        ),
+        ({"mixed_precision": "bf16_with_nvfp4_mixed", "model__fp4": "e2m1"}, "quantise the weights", "fp4 = None"),
         ({"model__cuda_graph_impl": "local"}, "captured for one shape", "config.model.cuda_graph_impl = 'none'"),
         ({"model__enable_cuda_graph": True}, "captured for one shape", "config.model.enable_cuda_graph = False"),
         ({"model__context_parallel_size": 2}, "not divided over ranks", "config.model.context_parallel_size = 1"),

@@ -39,6 +39,31 @@ def test_what_is_there_stays_fused(monkeypatch):
     assert settled.apply_rope_fusion
 
 
+LOCAL = {"no_persist_layer_norm": True, "masked_softmax_fusion": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "apex", "layers", "switched", "said"),
+    [
+        (None, True, False, "transformer_engine", {}, "layers: Transformer Engine's, which is installed"),
+        (None, False, True, "local", LOCAL, "layers: Megatron's local ones, as Transformer Engine is not installed"),
+        ("local", True, False, "local", LOCAL, ""),
+        ("local", True, True, "local", {}, ""),
+        ("transformer_engine", False, False, "transformer_engine", {}, ""),
+    ],
+)
+def test_layers_that_are_left_open_are_transformer_engines(
+    given, engine, apex, layers, switched, said, monkeypatch, capsys
+):
+    monkeypatch.setattr("megatron_dynapipe.megatron.models.specs.HAVE_TRANSFORMER_ENGINE", engine)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object() if apex else None)
+    asked = argparse.Namespace(transformer_impl=given, no_persist_layer_norm=False, masked_softmax_fusion=True)
+    checks.settle_layers(asked)
+    kept = {"no_persist_layer_norm": False, "masked_softmax_fusion": True} | switched
+    assert vars(asked) == {"transformer_impl": layers} | kept
+    assert said in (printed := capsys.readouterr().out) and bool(printed) == bool(said)
+
+
 @pytest.mark.parametrize(
     ("changes", "flags"),
     [

@@ -1,6 +1,7 @@
 """Transformer Engine as Megatron's `core/extensions/transformer_engine.py` uses it, computing with PyTorch.
 
-Names, arguments, attributes, dtypes and what is refused are those of version 2.20 (d0067d0d); there is no fp8.
+Names, arguments, attributes, dtypes and what is refused are those of version 2.20 (d0067d0d). Recipes of fp8 are those
+without history.
 Processes find it by `launch.environment(…, engine=True)`.
 """
 

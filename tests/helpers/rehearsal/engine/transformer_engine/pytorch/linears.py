@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, Quantized, quantized_weight
 from transformer_engine.pytorch.module.base import get_dummy_wgrad
 from transformer_engine.pytorch.norms import normalized
 
@@ -68,11 +69,12 @@ class Module(nn.Module):
         self.gemm_bias_unfused_add = parallel_mode == "row" and self.apply_bias
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self.fp8_meta, self.fp8, self.fp8_calibration = {"fp8_checkpoint": False}, False, False
+        self._fp8_workspaces: dict[str, Quantized] = {}
         self._drawn, self._tracker, self._tracked = init_method, get_rng_state_tracker, rng_tracker_name
         self._made = {"dtype": params_dtype, "device": device}
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Nothing is quantised."""
+        """Nothing is kept of any pass."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -169,11 +171,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, inputs: Tensor, bias: Tensor | None, linear: Linear, is_first: bool | None
     ) -> Tensor:
-        ctx.linear, ctx.is_first = linear, is_first
+        ctx.linear, ctx.is_first, ctx.recipe = linear, is_first, FP8GlobalStateManager.recipe
         ctx.save_for_backward(weight, inputs)
         rows = inputs.flatten(0, -2)
         gathers = linear.sequence_parallel and linear.parallel_mode == "column"
-        output = (_gathered(linear, rows) if gathers else rows) @ weight.t()
+        rows = _gathered(linear, rows) if gathers else rows
+        if ctx.recipe is None:
+            output = rows @ weight.t()
+        else:
+            ctx.weight = quantized_weight(weight, ctx.recipe, linear._fp8_workspaces, is_first)
+            output = Quantized(rows, ctx.recipe).values @ ctx.weight.values.t()
         if linear.parallel_mode == "row" and linear.tp_size > 1:
             output = _summed(linear, output)
         output = output if bias is None else output + bias
@@ -185,6 +192,8 @@ class _Linear(torch.autograd.Function):
         rows, of_output = inputs.flatten(0, -2), gradient.flatten(0, -2)
         if linear.sequence_parallel and linear.parallel_mode == "row":
             of_output = _gathered(linear, of_output)
+        if ctx.recipe is not None:
+            return _Linear._backward_in_eight_bits(ctx, rows, of_output)
         of_inputs = of_output @ weight
         if linear.parallel_mode == "column" and linear.tp_size > 1:
             of_inputs = _summed(linear, of_inputs)
@@ -204,6 +213,31 @@ class _Linear(torch.autograd.Function):
             linear.wgrad_store.put([rows, of_output], product)
         else:
             of_weight, of_bias = product(rows, of_output)
+        of_weight = _for_autograd(weight, of_weight, linear)
+        return of_weight, of_inputs.view_as(inputs), of_bias, None, None
+
+    @staticmethod
+    def _backward_in_eight_bits(ctx: Any, rows: Tensor, of_output: Tensor) -> tuple[Tensor | None, ...]:
+        """As above, of operands that are no tensors; a gradient of the bias is made here and not by the product."""
+        linear, (weight, inputs) = ctx.linear, ctx.saved_tensors
+        has_bias = linear.apply_bias and not linear.gemm_bias_unfused_add
+        of_bias = of_output.sum(0) if has_bias else None
+        gradient = Quantized(of_output, ctx.recipe)
+        of_inputs = gradient.values @ ctx.weight.values
+        if linear.parallel_mode == "column" and linear.tp_size > 1:
+            of_inputs = _summed(linear, of_inputs)
+        if linear.sequence_parallel and linear.parallel_mode == "column":
+            rows = _gathered(linear, rows)
+
+        def product(rows: Quantized, of_output: Quantized) -> tuple[Tensor, None]:
+            return _weight_gradient(weight, rows.values, of_output.values, linear, ctx.is_first), None
+
+        of_weight = None
+        operands = Quantized(rows, ctx.recipe), gradient
+        if linear.wgrad_store.delay_wgrad_compute():
+            linear.wgrad_store.put([*operands], product)
+        else:
+            of_weight, _ = product(*operands)
         of_weight = _for_autograd(weight, of_weight, linear)
         return of_weight, of_inputs.view_as(inputs), of_bias, None, None
 
@@ -242,6 +276,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, splits: list[int], linear: GroupedLinear, is_first: bool | None, *parameters: Tensor
     ) -> Tensor:
+        assert FP8GlobalStateManager.recipe is None, "experts in eight bits are not rehearsed"
         weights, biases = parameters[: len(splits)], parameters[len(splits) :]
         ctx.linear, ctx.is_first, ctx.splits = linear, is_first, splits
         ctx.save_for_backward(inputs, *weights)
