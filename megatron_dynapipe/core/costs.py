@@ -97,7 +97,7 @@ class PackedTables:
         inputs, targets: positions of a sample, likewise.
         attention: int64 `[kinds, len(Quantity), inputs, targets]`.
         prefix: int64 `[len(PREFIX_QUANTITIES), 3]` in 1 / `PREFIX_UNIT`, what a piece of n positions after m earlier
-            ones costs besides: once, times m, and times m · n. None where that was not measured.
+            ones costs more than a whole sample: once, times m, and times m · n. None if that was not measured.
     """
 
     row_inputs: IntArray
@@ -111,7 +111,7 @@ class PackedTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndState:
-    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
+    """Parameter bytes (2 bytes each) of what is outside of layers, other than the word embeddings, on one rank.
 
     Attributes:
         tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
@@ -143,8 +143,8 @@ class ModelState:
             embeddings alone.
         gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
             published rule counts 2.
-        trained: those of `modules` that have gradients and states of the optimizer, where all others are frozen; None
-            where nothing is.
+        trained: the bytes of `modules` that have gradients and states of the optimizer, if all others are frozen; None
+            if nothing is frozen.
     """
 
     modules: Mapping[Kind, int]

@@ -64,7 +64,7 @@ class Model:
 
     @property
     def layers_with_experts(self) -> list[int]:
-        """The layers whose MLPs have experts, if those of others have none: they are of a kind of their own."""
+        """The layers whose MLPs have experts, if other layers' MLPs have none: they are a kind of their own."""
         return [at // self.modules_per_layer for at, kind in enumerate(self.encoder) if kind == EXPERT_MLP]
 
     def modules_of(self, split: Sequence[float]) -> ModuleSplit:
@@ -195,7 +195,7 @@ class PipelineLayout:
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
-        """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
+        """Per boundary v → v + 1, whether activations hold the decoder's state next to the encoder's output."""
         return tuple(cut > len(self.model.encoder) for cut in self.cuts.tolist())
 
     @property

@@ -51,7 +51,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps | None:
-    """Where passes and sends stand in lists that can run, and what messages hold; None where they cannot.
+    """The places of passes and sends in lists, and what messages hold; None if the lists cannot run.
 
     For `core.verify.verify`, which then says why. It reads the lists in the bytes in which they are published, and
     does not depend on how they are made.

@@ -34,14 +34,14 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Entry:
-    """Where a graph begins: what a forward received, and later the gradients of it.
+    """The tensors at which a graph begins: what a forward received, and later the gradients of it.
 
     The tensors get a gradient function instead of becoming leaves, so that a stage may begin with an operation in
     place. Those that are not differentiable pass as they are.
 
     Args:
         tensors: what was received.
-        differentiable: which of them want a gradient; by default those of a floating dtype.
+        differentiable: which of them want a gradient; by default all of a floating dtype.
 
     Attributes:
         tensors: what the forward is to be given; emptied by `StageGraph`.
@@ -142,7 +142,7 @@ class StageModel(Protocol):
     """
 
     def load(self, micro_batch: int) -> Any:
-        """The inputs of a micro-batch's forward passes besides received tensors, on the device."""
+        """The inputs of a micro-batch's forward passes other than received tensors, on the device."""
         ...
 
     def around_pass(self, instruction: Pass) -> AbstractContextManager[object]:
@@ -150,7 +150,7 @@ class StageModel(Protocol):
         ...
 
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool] | None:
-        """Flags of a boundary's tensors that have gradients; None says that those of a floating dtype have."""
+        """Flags of a boundary's tensors that have gradients; None says that tensors of a floating dtype have."""
         ...
 
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Any) -> Any:

@@ -69,7 +69,7 @@ def schedule_batch(
             if problem.split_backward == "on":
                 return searched
             candidates.append(searched)
-            # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
+            # A search of padded micro-batches begins with 1F1B: list scheduling may refuse one that has memory.
             chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
     for partition in partitioned.partitions:

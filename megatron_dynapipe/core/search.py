@@ -90,14 +90,14 @@ def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Parti
 
 
 class Start(NamedTuple):
-    """Where a search starts: the time of the best of its first solutions, and the most micro-batches of a replica."""
+    """The start of a search: the time of the best of its first solutions, and the most micro-batches of a replica."""
 
     makespan_ns: int
     rows: int
 
 
 def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | None = None) -> Start | None:
-    """Where a search from the given partitions starts; None where no start fits, or is about as fast as `most` ns."""
+    """Start a search from the given partitions; None if no start fits, or is about as fast as `most` ns."""
     partitions = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
     try:
         found = problem.native.start(order=partitioned.order, partitions=partitions, most=most)

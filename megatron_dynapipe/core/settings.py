@@ -1,4 +1,4 @@
-"""The settings of plans: all that they depend on besides the batch and the cost model."""
+"""The settings of plans: all that they depend on, other than the batch and the cost model."""
 
 import math
 from typing import Annotated, Literal, Self
@@ -14,7 +14,7 @@ from megatron_dynapipe.core.problem import SplitBackward
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 
 IMBALANCE = 1.25
-"""Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
+"""Assumed between ranks that share experts and have several each: routers that are trained for balance keep
 single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]

@@ -71,7 +71,7 @@ class Wait(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Where the passes and the starts of sends stand in each rank's list, of lists that can run.
+    """The places of passes and of starts of sends in each rank's list, if the lists can run.
 
     Attributes:
         messages: elements of messages that are held while each pass runs (`core.memory`).

@@ -59,7 +59,7 @@ class Candidate:
         return [self.problem, *relaxed]
 
     def start(self, most: int | None = None) -> Start | None:
-        """Where a search starts, by the first rules of transfers that allow any; None as of `search.start`."""
+        """The start of a search, by the first rules of transfers that allow any; None as `search.start` returns it."""
         starts = (start(problem, self.partitioned, most) for problem in self._problems)
         return next((found for found in starts if found is not None), None)
 
@@ -93,7 +93,7 @@ class Candidate:
 
 
 class Way(Protocol):
-    """A way to make micro-batches; `ways` has those of a run's settings."""
+    """A way to make micro-batches; `ways` has the ones that a run's settings choose."""
 
     def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
         """What it proposes for a batch; nothing where it does not apply.
