@@ -1,4 +1,4 @@
-"""What plans of all ways have to hold, besides what every plan has to: of pieces, and of replicas in step."""
+"""What plans of some ways have to hold, in addition to what every plan has to: for pieces, and for replicas in step."""
 
 from collections.abc import Collection, Sequence
 
