@@ -75,7 +75,7 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def described(adapters: Adapters | None) -> str:
-    """Adapters in words; those of all weights are none."""
+    """Adapters in words; if all weights are trained, there are none."""
     if adapters is None:
         return "no adapters"
     dropped = " with dropout" if adapters.dropout else ""

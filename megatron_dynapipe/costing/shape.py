@@ -24,7 +24,7 @@ _AtLeastZero = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Feed-forward networks of which a router gives each token some.
+    """Feed-forward networks; a router gives each token some of them.
 
     Attributes:
         count: of a layer.
@@ -82,7 +82,7 @@ def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[in
 
 
 def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, Any]:
-    """Fields of `ModelShape` besides the family, as Megatron's arguments say them.
+    """The fields of `ModelShape`, except the family, as Megatron's arguments say them.
 
     Args:
         args: the arguments by attribute of Megatron's namespace. What is absent or None has Megatron's default; heads
