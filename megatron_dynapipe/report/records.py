@@ -151,7 +151,7 @@ RECORD_TYPES = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Re
 MOST_BYTES = 16_000_000
 """Size of a rank's iterations: some ten thousand in full."""
 MOST_TIMELINES = 32
-"""Timelines of a rank, besides the last iteration's."""
+"""The most timelines of a rank, in addition to the last iteration's."""
 MOST_EVALUATIONS = 256
 """Evaluations of a rank and split: a task's losses take some 50 bytes in each."""
 
