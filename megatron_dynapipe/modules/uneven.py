@@ -133,7 +133,7 @@ class _UnevenRanks(Ranks):
 
 
 class _SlicedStage(Stage):
-    """A stage of which every rank runs its slice of each unit."""
+    """A stage with several ranks; each runs its slice of every unit."""
 
     ranks: _UnevenRanks
 
