@@ -114,7 +114,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def task_sides(self) -> tuple[TruncationSide, ...]:
-        """Where inputs lose tokens in training, by the index of their task; a single side where it is that of all."""
+        """The side at which inputs lose tokens in training, by index of task; a single one if all tasks share it."""
         sides = tuple(self.sides.get(task, TruncationSide.RIGHT) for task in self.tasks)
         return sides if len(set(sides)) > 1 else sides[:1] or (TruncationSide.RIGHT,)
 

@@ -17,7 +17,7 @@ Tokens = npt.NDArray[Any]
 
 
 class LossOn(enum.StrEnum):
-    """The tokens of a decoder-only sample that count: those of the target (and of earlier turns), or all."""
+    """The tokens of a decoder-only sample that count: the target's (and those in earlier turns), or all."""
 
     TARGETS = "targets"
     EVERYTHING = "everything"
