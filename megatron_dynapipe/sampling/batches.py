@@ -6,7 +6,7 @@
     ├─────┼─────┼╌╌╌├─────┼─────┼─────┼          drop: what is left of an epoch is left out
 
 A batch of tokens is closed before it would exceed them; a sample that exceeds them alone is a batch of its own. Nothing
-is read but lengths: an iteration's place is found by going through those of the samples before it, 10 million a second.
+is read but lengths: to find an iteration's place it reads the lengths before it, 10 million a second.
 
 The stream is in an order, endless, epoch after epoch:
 
@@ -315,7 +315,7 @@ class TaskDraws:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskRows:
-    """Where the rows of each task lie: from `starts` on, among all rows or in `order`.
+    """The rows of each task: from `starts` on, among all rows or in `order`.
 
     Attributes:
         tasks: those that have rows.
