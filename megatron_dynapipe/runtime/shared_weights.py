@@ -1,4 +1,4 @@
-"""Weights of which several stages hold copies: tied embeddings, tables of position biases.
+"""Weights that several stages hold copies of: tied embeddings, tables of position biases.
 
     virtual stage       0        1        2        3           over two ranks with two chunks each:
     word embeddings     •                 •        •           rank 0 holds two copies, rank 1 one

@@ -70,7 +70,7 @@ class PooledTransfers:
         }
 
     def begin(self, plan: StagePlan, dtypes: Dtypes | None) -> None:
-        """A list begins, whose tensors are of these dtypes; None for those of all lists."""
+        """A list begins whose tensors have these dtypes; None for the dtypes of all lists."""
         self._stage = plan.stage
         self._dtypes = dtypes or self._default
         largest = _largest_messages(plan, self._dtypes)
