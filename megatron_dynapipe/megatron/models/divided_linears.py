@@ -182,7 +182,7 @@ class _DividedLinear(torch.autograd.Function):
         call: _Call = ctx.call
         of_input = gradient.matmul(call.weight)
         work = None
-        # What follows until the wait runs beside the transfer.
+        # What follows until the wait runs during the transfer.
         if call.gathers_input:
             whole = of_input
             of_input = torch.empty_like(inputs)
@@ -224,7 +224,7 @@ class _WeightGradient(torch.autograd.Function):
         ctx.product = ctx.following = None
         product.start()
         if following is not None:
-            following.start()  # beside this product
+            following.start()  # during this product
         return None, None, *product.run()
 
 

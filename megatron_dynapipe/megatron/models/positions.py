@@ -1,4 +1,4 @@
-"""Positions in a T5's layers, besides learned embeddings: rotary embeddings and relative position biases."""
+"""Positions in a T5's layers, other than learned embeddings: rotary embeddings and relative position biases."""
 
 import math
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class StackInputs:
 
 
 class StackPositions:
-    """The arguments that one stack on one stage hands to its layers beside their input.
+    """The arguments that one stack on one stage hands to its layers with their input.
 
     Args:
         rotary: Megatron's `RotaryEmbedding`, or None.
@@ -122,7 +122,7 @@ class StackPositions:
 
 
 def shared_over_layers(state: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """`value` for use by all layers that follow from `state`, each of which may be computed again on its own.
+    """`value` for use by all layers that follow from `state`; each of them may be computed again on its own.
 
     Megatron's recomputation runs a backward pass of its own for each layer, in which every layer would go back through
     the graph that made `value`, and only the first would find it. So the layers get a leaf, which gathers their

@@ -30,7 +30,7 @@ LEAST = BLOCK + 1
 is another, and a single block would be compiled in.
 """
 LEAST_HEAD_SIZE = 16
-"""Channels of a head, of which flex_attention's kernels take no fewer."""
+"""The fewest channels of a head that flex_attention's kernels take."""
 
 
 def biases_take_kernel(device: torch.device, head_size: int, *, dropout: bool) -> bool:

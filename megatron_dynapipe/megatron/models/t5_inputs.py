@@ -12,7 +12,7 @@ from megatron_dynapipe.megatron.models.padded_rows import AttentionRows, decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class T5StageInputs:
-    """The inputs of a stage of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
+    """A stage's inputs of one micro-batch, other than boundary tensors: b rows, s input and t target positions.
 
     Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) and the
     layers of Transformer Engine have no masks.
