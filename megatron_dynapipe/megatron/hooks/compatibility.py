@@ -26,7 +26,7 @@ TRAINING = "megatron.training.training"
 
 
 type Name = tuple[str, str, tuple[str, ...]]
-"""A module or class, a function in it or a class's method, and those of its parameters that are passed."""
+"""A module or class, a function in it or a class's method, and the parameters of it that are passed."""
 type Call = tuple[str, str, str]
 """A module, a function in it, and what is called in its body."""
 
@@ -125,7 +125,7 @@ def missing_name(row: Name) -> str:
 
 
 def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]:
-    """The calls that are not there; those of a patch go `through` the module's name."""
+    """The calls that are not there; a patch's calls go `through` the module's name."""
     missing = []
     for module, function, callee in rows:
         code = _functions(module).get(function)

@@ -171,7 +171,7 @@ _originals = Originals()
 
 
 def apply() -> None:
-    """Apply the patches, those of reductions over gloo, and fused kernels; a second call changes nothing."""
+    """Apply the patches, the ones for reductions over gloo, and fused kernels; a second call changes nothing."""
     if _originals:
         return
     _originals.install(PATCHES)

@@ -125,7 +125,7 @@ def _reading(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any
 
 
 def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
-    """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, of which planned runs use none."""
+    """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, which planned runs do not use."""
     makefile = Path(inspect.getfile(compile_helpers)).with_name("Makefile")
     return compile_helpers if makefile.is_file() else lambda: None
 
