@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
     taken: tuple[str, ...] = ()
 
     def asked(self, value_of: Asked) -> Iterator[str]:
-        """Those of the names that are asked for."""
+        """The names, of these, that are asked for."""
         for name in self.names.split():
             value = value_of(name)
             if value and value != self.unasked and not self._takes(value):
@@ -161,7 +161,7 @@ SCRIPTS = (
     Refusal("lazy_mpu_init", "process groups must exist when a run begins"),
     Refusal("yaml_cfg", "it replaces the command line, which is what is checked; pass --dynapipe-config FILE"),
 )
-"""For Megatron's own loop, in a patched checkout, too: what a command line asks for besides the model."""
+"""For Megatron's own loop, in a patched checkout, too: what a command line asks for apart from the model."""
 
 ENTRY_SCRIPTS = (
     Refusal(
