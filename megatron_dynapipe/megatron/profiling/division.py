@@ -49,7 +49,7 @@ LONG_FOR_PIECES = 512
 ROWS = {"encoder": 3, "decoder": 4, "expert": 3}
 """Packed rows of each kind in which attention is measured by itself."""
 _PREFIXES = ((1, 2), (1, 7), (4, 1), (4, 4))
-"""Eighths of the longest sample: those of a piece, and those before it."""
+"""Eighths of the longest sample: a piece's, and the ones before it."""
 _LARGEST = 2**24
 _LINEAR = (1, 1, 0, 1)
 """The columns of `_terms` without attention's inside."""
