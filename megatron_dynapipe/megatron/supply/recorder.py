@@ -159,7 +159,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
-        """Whatever fails in the block, training and its exit status are those of a run without records; warns once."""
+        """Whatever fails in the block, training and its exit status are as without records; warns once."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone
