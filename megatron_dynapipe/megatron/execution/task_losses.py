@@ -14,7 +14,7 @@ from megatron_dynapipe.megatron.hooks.active_run import LOSS_NAME
 BY_TASK = "by task"
 """In a micro-batch's report: float32[tasks seen so far, 2], sum and number of the losses of each task."""
 _SOME = 1e-30
-"""In place of no token: nothing beside one."""
+"""In place of no token: nothing next to one."""
 
 
 def sums_by_task(

@@ -6,7 +6,7 @@ device. Inside a list the device may stand at a receive, whose sender may wait l
 Functions compiled by `torch.compile` (Megatron's fused bias-GELU and SwiGLU among them) are compiled for one shape,
 then once more with the dimensions left open that were found to differ; a dimension of 1 and gradients on or off are
 told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
-What picks a kernel by its sizes, as cuBLAS does, meets those of the first plan when its list is run alone
+What picks a kernel by its sizes, as cuBLAS does, meets the first plan's sizes when its list is run alone
 (`forward_backward.run_iteration`).
 """
 
@@ -36,7 +36,7 @@ from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
 LENGTH = 8 * LENGTH_MULTIPLE
 """Positions of the longer padded micro-batches, where samples may be as long."""
 ROWS = (272, 400)
-"""Positions of packed rows: three and four blocks of `flex_attention`, none of which is full."""
+"""Positions of packed rows: three and four blocks of `flex_attention`; none is full."""
 
 
 def warm_up(
