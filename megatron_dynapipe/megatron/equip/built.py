@@ -97,7 +97,7 @@ def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention
     chosen = with_classes(default_layer_spec(config, vp_stage), run_classes(config.transformer, attention))
     if config.transformer.transformer_impl != "local" or isinstance(chosen, TransformerBlockSubmodules):
         return chosen
-    # Megatron would choose a final norm besides, whichever its installation has.
+    # Megatron would choose a final norm, too, whichever its installation has.
     layers = [chosen] * get_num_layers_to_build(config.transformer, vp_stage)
     return TransformerBlockSubmodules(layers, layer_norm=chosen.submodules.input_layernorm)
 

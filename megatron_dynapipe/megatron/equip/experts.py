@@ -1,7 +1,7 @@
 """Layers of experts of built models, with terms that do not depend on how samples are put into micro-batches.
 
 What Megatron takes as means over a micro-batch are sums over positions x of samples here, without padding, divided like
-the loss by the iteration's target tokens. p_x are the router's scores, E experts, of which a position has k:
+the loss by the iteration's target tokens. p_x are the router's scores; there are E experts, and a position has k:
 
     z-loss        c · Σ_x logsumexp(logits_x)²
     seq_aux_loss  c · E/k · Σ_samples s Σ_i n_si/n_s · Σ_{x in s} p_xi     n_si positions of s have expert i
@@ -34,7 +34,7 @@ _LOGGED = {"z_loss": "z_loss", "aux_loss": "load_balancing_loss", "seq_aux_loss"
 
 
 class RouterTerms(TopKRouter):
-    """Megatron's router (`become`); `begin` says which of a micro-batch's positions are of which sample.
+    """Megatron's router (`become`); `begin` says to which sample each position of a micro-batch belongs.
 
     Attributes:
         expert_shares: with `aux_loss`, float32[experts]: f_i.
@@ -45,7 +45,7 @@ class RouterTerms(TopKRouter):
     _sums: Tensor | None = None
 
     def share_evenly(self, *, saved: bool) -> None:
-        """Begin with even shares, where a term asks for those of the iteration before; `saved`: in checkpoints."""
+        """Begin with even shares if a term asks for the previous iteration's; `saved`: in checkpoints."""
         if self._has("aux_loss") and not hasattr(self, "expert_shares"):
             experts = self.config.num_moe_experts
             shares = torch.full((experts,), 1 / experts, device=self.weight.device)
@@ -148,7 +148,7 @@ class RouterTerms(TopKRouter):
         return self._sums
 
     def finish(self, sums: Tensor) -> None:
-        """End an iteration, of which all ranks together have these sums."""
+        """End an iteration; these are its sums over all ranks."""
         means = sums[: len(_LOGGED)] / sums[len(_LOGGED)].clamp(min=1)
         for mean, (name, logged) in zip(means, _LOGGED.items(), strict=True):
             if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None and self._has(name):
@@ -208,7 +208,7 @@ def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection
     if config.num_moe_experts is None:
         return
     for logged in _LOGGED.values():
-        # Megatron 0.19 makes those of a HybridModel's stage without experts too short to be reduced over stages.
+        # Megatron 0.19 makes them too short to be reduced over stages if a HybridModel's stage has no experts.
         get_moe_metrics_tracker().ensure_initialized(logged, config.num_layers)
     routers = routers_of(models)
     if not routers:

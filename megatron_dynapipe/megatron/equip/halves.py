@@ -5,7 +5,7 @@
 
 Megatron asks one object how many layers a stage builds, and from which on. One whose stages overlap has both neighbours
 build the layer that lies between them; each then drops the half that it does not hold, before any weights are loaded.
-So names, numbers and checkpoints are those of whole layers.
+So names, numbers and checkpoints are the same as for whole layers.
 """
 
 from itertools import accumulate, pairwise
@@ -99,7 +99,7 @@ def drop_halves(chunks: list[Any]) -> list[Any]:
 
 
 def modules_held(chunk: Any) -> int:
-    """Attentions and MLPs of a built chunk, of which a layer of a HybridModel is one."""
+    """The attentions and MLPs of a built chunk; a layer of a HybridModel is one of the two."""
     (inner,) = unwrap_model([chunk])
     if isinstance(inner, HybridModel):
         return len(inner.decoder.layers)

@@ -1,6 +1,6 @@
 """Rotary embeddings of a packed row: each position's place in its own sample.
 
-The module makes those of the first positions, by whatever rules it has, and the row's are picked from them. Megatron
+The module makes the first positions' rotations, by whatever rules it has, and the row's are picked from them. Megatron
 keeps what it has made for the latest 32 lengths; here lengths are powers of two, so that all of them are few.
 """
 
@@ -35,7 +35,7 @@ def _rotations(make: Callable[..., Any], channel: Channel, length: int, *argumen
     most = 1 << max(needed - 1, 0).bit_length()
     made = make(most, *arguments, **keywords)
     rotations: Tensor = made[0] if isinstance(made, tuple) else made
-    axis = rotations.dim() - _DIMENSIONS  # a module may stack those of two bases
+    axis = rotations.dim() - _DIMENSIONS  # a module may stack the rotations of two bases
     if row is None:
         rotations = rotations.narrow(axis, 0, length)
     else:
