@@ -177,7 +177,7 @@ class RunLog:
     def flops(self, count: float) -> float:
         """Floating-point operations of the latest training iteration, from their number over whole samples.
 
-        Positions without labels leave out those of the last MLP and the head.
+        Positions without labels do not count in the last MLP and the head.
         """
         left_out = 0 if self.latest is None else self.latest.entry.totals.left_out
         executed = count - left_out * self._host.flops_of_label
