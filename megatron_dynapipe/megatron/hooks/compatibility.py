@@ -19,7 +19,7 @@ from typing import Any
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.core.errors import UnsupportedMegatronError
 from megatron_dynapipe.cpu.platform import resolve
-from megatron_dynapipe.megatron.hooks import active_run, gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.megatron.hooks import active_run, gloo_reductions, repairs, replacements
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
@@ -36,10 +36,7 @@ _SCHEDULE_PARAMETERS = (
 )
 NAMES: tuple[Name, ...] = (
     *((row.owner, row.name, row.parameters) for row in replacements.TABLE if not row.optional),
-    *(
-        (optimizer_patches.MODULE, f"{optimizer_patches.CLASS}.{patch.name}", patch.parameters)
-        for patch in optimizer_patches.PATCHES
-    ),
+    *((repairs.MODULE, f"{repairs.CLASS}.{patch.name}", patch.parameters) for patch in repairs.PATCHES),
     (gloo_reductions.MODULE, gloo_reductions.NAME, ("group", "device", "async_ops")),
     (SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config")),
     (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
