@@ -120,7 +120,7 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
 
 
 def adapters_of(config: Any) -> Adapters | None:
-    """The adapters that a recipe trains; None where it trains all weights. Raises ConfigError for those of no kind."""
+    """The adapters that a recipe trains; None if it trains all weights. Raises ConfigError for an unknown kind."""
     if config.peft is None:
         return None
     return Adapters.of_recipe({"_target_": f".{type(config.peft).__name__}", **vars(config.peft)})

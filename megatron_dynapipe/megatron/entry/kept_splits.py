@@ -1,7 +1,7 @@
 """Layer splits that were chosen before: choosing takes seconds, and its inputs are the same at the next start.
 
 A split is a pure function of what plans are made from, so it is kept under the digest of that, in the user's cache
-folder, beside measured costs.
+folder, next to measured costs.
 """
 
 import contextlib
