@@ -119,7 +119,7 @@ class LeastCosts:
         most: float = np.inf,
         fixed: Floats | float = 0.0,
     ) -> Floats:
-        """The least time of a sample's forward or backward passes, likewise; `fixed` as of `share`."""
+        """The least time of a sample's forward or backward passes, likewise; `fixed` as in `share`."""
         whole = self.share(quantity, inputs, targets, most, fixed=fixed)
         if not cut:
             return whole

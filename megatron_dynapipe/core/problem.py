@@ -222,7 +222,7 @@ class BatchProblem:
         Args:
             members: samples of each micro-batch.
             batch_layouts: of each.
-            modes: as of `costs`, or of every virtual stage: int64[micro-batches, virtual stages].
+            modes: as for `costs`, or for every virtual stage: int64[micro-batches, virtual stages].
         """
         modes = np.broadcast_to(modes.reshape(len(members), -1), (len(members), self.layout.virtual_stages))
         rows, covered = np.zeros((_COSTS, *modes.shape), np.int64), np.ones(len(members), np.bool_)

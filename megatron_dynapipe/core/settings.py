@@ -49,7 +49,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         sequence_parallel: whether those states are sharded over the tensor-parallel ranks.
         model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
             counted; None takes them from the cost model.
-        partition: makes the micro-batches in place of the planner's own search, to compare with.
+        partition: makes the micro-batches; None lets the planner search for them.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
         expert_parallel: replicas that share experts.

@@ -23,9 +23,9 @@ from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
 LEAST_GAIN = 0.01
-"""By which a candidate has to start ahead of the default, to be searched too."""
+"""A candidate is searched, too, if its start is faster than the default's by this share."""
 MARGIN_OF_FEW = 0.25
-"""By which one may start behind the default if that has few rows: such starts tell little."""
+"""If the default has few rows, a candidate's start may be slower by this share: such starts tell little."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ class Candidate:
         return found
 
     def _scheduled_from(self, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
-        # A search that starts with packed rows drops those that stall, and says as little of them as of memory.
+        # A search that starts with packed rows drops orders that stall without a word, as it drops what lacks memory.
         rows_alone = BatchLayout.PADDED not in self.problem.batch_layouts or self.problem.chains is not None
         stalled: StallError | None = None
         for problem in self._problems:

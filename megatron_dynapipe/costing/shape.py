@@ -155,7 +155,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         hidden, heads, kv_channels, ffn: widths; `kv_channels` of one head.
         vocabulary: rows of the word embeddings, before `vocabulary_multiple`.
         vocabulary_multiple: the rows are rounded up to this times the tensor-parallel ranks, as in memory.
-        query_groups: heads of keys and values; 0 for as many as of queries.
+        query_groups: heads of keys and values; 0 if they are as many as the queries'.
         gated: whether the feed-forward network multiplies by a gate (SwiGLU): three matrices in place of two.
         fused: gates, RMSNorms, dropouts and biased attention run in kernels that keep what GPUs' do; on a CPU they are
             several operations, whose results are kept too.

@@ -3,7 +3,7 @@
     epoch 0               epoch 1
     ├─────┼─────┼───┊─────┼─────┼────            continue: a batch goes on into the next epoch
     ├─────┼─────┼───┼─────┼─────┼─────┼          keep: an epoch's last batch is smaller
-    ├─────┼─────┼╌╌╌├─────┼─────┼─────┼          drop: what is left of an epoch is left out
+    ├─────┼─────┼╌╌╌├─────┼─────┼─────┼          drop: the rest of an epoch is left out
 
 A batch of tokens is closed before it would exceed them; a sample that exceeds them alone is a batch of its own. Nothing
 is read but lengths: to find an iteration's place it reads the lengths before it, 10 million a second.

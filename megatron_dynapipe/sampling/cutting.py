@@ -129,7 +129,7 @@ class Cutter:
         return learned - (before(ids, first + 1) - before(ids, first))
 
     def planned(self, sample: int, inputs: int, targets: int, lengths: tuple[int, int]) -> tuple[int, int, int]:
-        """What is kept of one sample that is planned with some lengths: head, tail and target, as of a `Cut`.
+        """What is kept of one sample that is planned with some lengths: head, tail and target, as in a `Cut`.
 
         Args:
             sample: its number.

@@ -227,7 +227,7 @@ def cut_batch(
 def of_pieces(
     samples: Samples, problem: BatchProblem, pieces: Pieces, *, recompute: tuple[Recompute, ...], element_bytes: int
 ) -> CutCandidate:
-    """The batch with these pieces in place of its samples; arguments as of `cut_batch`."""
+    """The batch with these pieces in place of its samples; with the arguments of `cut_batch`."""
     positions = pieces.end - pieces.start
     entries = replace(
         samples,

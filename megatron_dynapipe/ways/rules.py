@@ -36,7 +36,7 @@ def verify(
     ordered_starts: bool = False,
     element_bytes: int = ELEMENT_BYTES,
 ) -> None:
-    """Verify a plan by the rules of all ways; arguments and errors as of `core.verify.verify`."""
+    """Verify a plan by the rules of all ways; with the arguments and errors of `core.verify.verify`."""
     verify_by(
         plan,
         rules=RULES,

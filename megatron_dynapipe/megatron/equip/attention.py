@@ -3,7 +3,7 @@
     row     a a a a b b c c c      one call of the module's own attention for each sample, or one kernel for all
     piece   b' attends to the keys and values that b's pass has left here (`kept_keys`), and to its own
 
-Sinks, windows, soft caps, scales and dropout are those of the module, since it is the module that attends. Padded rows
+Sinks, windows, soft caps, scales and dropout are the module's, since it is the module that attends. Padded rows
 go its own way, bit for bit.
 """
 

@@ -209,7 +209,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         return partial(self._start, model, held_back=True)
 
     def after_weights(self, instruction: BackwardWeight) -> None:
-        """Reduce what is left of the chunk's gradients if this was the last of its backward passes' halves."""
+        """Reduce the rest of the chunk's gradients if this was the last of its backward passes' halves."""
         if self._may_release(instruction):
             self._release(instruction.chunk)
             if self._overlaps:

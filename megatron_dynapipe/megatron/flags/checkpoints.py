@@ -1,7 +1,7 @@
 """Megatron's checkpoints of a run, by its arguments: where they lie, and which one training goes on from.
 
-Trackers are looked at before Megatron does: where it cannot read one, it ends with status 0; where there is none, it
-begins anew, over the checkpoints that are there.
+A run reads the trackers before Megatron does. If Megatron cannot read one, it ends with status 0; if there is none, it
+starts from iteration 0 and writes over the checkpoints that are there.
 """
 
 import argparse

@@ -7,7 +7,7 @@ A forward pass whose backward pass the plan divides runs the layers' linears thr
 from autograd: so nothing touches the weight's gradient, nor the hooks on it, before the second half. All other passes
 run Megatron's own function. Embedding, head, norms and attention belong to the first half.
 
-Transformer Engine's linears hand what is left of a backward pass to a store (`delay_wgrad_compute`). Theirs is first
+Transformer Engine's linears hand the rest of a backward pass to a store (`delay_wgrad_compute`). Theirs is first
 in, first out for each module, while a plan runs second halves in any order and whole passes between them; and their
 own `backward_dw` expects no second first half before it. So the store of each is one of ours (`EngineStore`).
 

@@ -22,7 +22,7 @@ from megatron_dynapipe.outputs import say
 
 TRIED_ON = {(9, 0): (128,)}
 """Head sizes by compute capability for which it is tried: on an H200 cuDNN took 0.55 to 0.61 of FlashAttention 2's time
-in bf16, for rows of 512 to 4,096 positions with as many heads of keys as of queries (`benchmarks/gpu`)."""
+in bf16, for rows of 512 to 4,096 positions with as many heads for keys as for queries (`benchmarks/gpu`)."""
 LEAST = 512
 """Positions of the shortest rows that take it: shorter ones have not been measured, and padding would weigh more."""
 STEP = 64
@@ -133,7 +133,7 @@ def cudnn_attention(
 
     It is tried once, and a line says what came of it: this PyTorch may refuse it, its result or gradients may not be
     FlashAttention's, it may take longer. The time is tried with random numbers of the device, whose state is put back.
-    Arguments as of `CudnnAttention`.
+    The arguments are `CudnnAttention`'s.
     """
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return None

@@ -94,7 +94,7 @@ class StackPositions:
         """The stack's input and what its layers take with it.
 
         Args:
-            state: the stack's input, as of `StackInputs`.
+            state: the stack's input, as in `StackInputs`.
             mask: of its self-attention, in the layers' form.
             length: positions of the whole sequence; of a packed row's longest segment.
             row: where samples lie, for layers without masks.

@@ -131,7 +131,7 @@ def _modes(names: Sequence[str]) -> list[Recompute]:
 
 
 def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
-    """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
+    """Run the profiler under a bar of seconds, which shows the time that remains at most."""
     started = time.monotonic()
     shown = 0.0
     layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"
