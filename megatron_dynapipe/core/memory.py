@@ -30,7 +30,7 @@ from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan
 from megatron_dynapipe.core.units import in_mb
 
 ELEMENT_BYTES = 2
-"""Of a message's element where the run's data type is not at hand: a plan does not hold it."""
+"""Bytes of a message's element if the run's data type is not at hand: a plan does not hold it."""
 
 
 def message_elements(instructions: Sequence[Instruction], *, forward_only: bool) -> list[int]:
@@ -78,7 +78,7 @@ def high_water_marks(
     pass to pass.
 
     Args:
-        plan: of the iteration.
+        plan: the iteration's.
         replica: one of its replicas.
         stage: one of its pipeline stages.
         passes: steps of its passes, in order.
@@ -121,7 +121,7 @@ def check_memory(
     """Raise a PlanError where a pass's high-water mark passes the limit.
 
     Args:
-        plan: of the iteration.
+        plan: the iteration's.
         replica: one of its replicas.
         passes: steps of every stage's passes.
         messages: bytes of messages while each of them runs.

@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
         encoder: kinds of the modules of the first stack, the only one of a decoder-only model.
-        decoder: of the second, whose modules read what the first puts out; empty where there is none.
+        decoder: kinds of the second stack's modules, which read the first one's output; empty if there is none.
         modules_per_layer: modules that people count, and Megatron recomputes, as one layer.
     """
 
@@ -161,8 +161,8 @@ class PipelineLayout:
         They are the head and the MLP before it, unless that lies on an earlier stage.
 
         Args:
-            expert_kind: of the MLPs with experts; None where there are none.
-            experts: whether those do so too; they may want all positions (`megatron.equip.experts`).
+            expert_kind: the kind of MLPs with experts; None if there are none.
+            experts: whether MLPs with experts do so, too; they may want all positions (`megatron.equip.experts`).
         """
         head, last = len(self.modules) - 1, self.modules[-2]
         joined = last in (MLP, EXPERT_MLP) and head not in self.cuts

@@ -23,7 +23,7 @@ __all__ = ["FEW_ROWS", "NEVER", "agree", "core", "fast_verify"]
 NEVER = 2**61
 """Above every time that the core predicts; what it returns where there is no time."""
 FEW_ROWS = core.FEW_ROWS
-"""Of a replica: a search of so few may end far from where its start promises."""
+"""Micro-batches of a replica: a search of so few may end far from where its start promises."""
 
 
 def agree(name: str, expected: object) -> None:

@@ -105,7 +105,7 @@ CUDA_RULES = TransferRules(receive_ahead=0, ordered_starts=True)
 """GPUs with one hardware queue: no receive waits on the device while a pass runs, and starts wait for one another."""
 
 MANY_QUEUES_RULES = TransferRules(receive_ahead=1)
-"""Of GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
+"""GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ENOUGH = 16
@@ -145,7 +145,7 @@ class Links:
 
         Args:
             boundary: that of the virtual stages `boundary` and `boundary + 1`.
-            message_bytes: of all its tensors together, whole.
+            message_bytes: bytes of all its tensors together, whole.
         """
         if len(self.sharded) == 1:
             return self.sharded[0]

@@ -227,7 +227,7 @@ class ScheduleSettings:
     """Schedules that the adaptive method may try per iteration, after the ones it begins with; None: as many as take
     about the same time whatever the batch, see `core.search.default_evaluations`."""
     seed: int = 0
-    """Of the search."""
+    """Draws the search's mutations."""
 
     def __post_init__(self) -> None:
         if self.method not in SCHEDULES:

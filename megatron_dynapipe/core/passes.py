@@ -94,7 +94,7 @@ class StageGraph:
 
     Attributes:
         entry: where the graph begins.
-        edges: of the differentiable outputs, in their order; None where nothing is to be differentiated.
+        edges: the differentiable outputs' edges, in their order; None if nothing is to be differentiated.
         loss: where the graph ends instead, on the last stage.
     """
 
@@ -120,7 +120,7 @@ class StageGraph:
         """Run the backward pass.
 
         Args:
-            gradients: of the differentiable outputs, in their order; none where the graph ends in a loss.
+            gradients: the differentiable outputs' gradients, in their order; none if the graph ends in a loss.
             scale: makes of the loss what gradients are taken of.
 
         Returns:
@@ -179,7 +179,7 @@ class PassContext:
         forward_only: nothing is kept for a backward pass.
         losses_left: forward passes of the last virtual stage that are still to run on this rank.
         on_last_loss: called once there are none.
-        graphs: of forward passes whose backward has not run, by (micro-batch, chunk).
+        graphs: the graphs of forward passes whose backward has not run, by (micro-batch, chunk).
     """
 
     model: StageModel
@@ -253,7 +253,7 @@ PASS_HANDLERS: Mapping[type[Instruction], Callable[[PassContext, Any, BufferTabl
         BackwardWeight: _backward_weight,
     }
 )
-"""By the type of instruction; `pass_handlers` gives each its context."""
+"""Handlers by the type of instruction; `pass_handlers` gives each its context."""
 
 
 def pass_handlers(context: PassContext) -> Handlers:

@@ -66,7 +66,7 @@ class ReplicaSolution:
 
     Attributes:
         members: samples of each micro-batch.
-        batch_layouts: of each.
+        batch_layouts: each micro-batch's layout.
         modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         order: passes per stage; micro-batches are numbered as they enter.
     """
@@ -114,9 +114,9 @@ def search(
     Args:
         problem: samples, costs, memory, replicas.
         partitioned: where to begin.
-        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`, and none on one
+        evaluations: schedules to try after the ones it begins with; None takes `default_evaluations`, and none on one
             stage of one replica.
-        seed: of the mutations.
+        seed: draws the mutations.
 
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.

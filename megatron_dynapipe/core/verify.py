@@ -50,11 +50,11 @@ def verify(
 
     Args:
         plan: the whole iteration.
-        rules: of the ways that make micro-batches.
+        rules: what the ways that make micro-batches ask of plans.
         expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
         ordered_starts: verify that lists also end where a send's start waits for its channel's previous message.
-        element_bytes: of an element of messages.
-        fast_verify: of the instruction lists. Where it returns None, the lists are verified here, which says why.
+        element_bytes: bytes of an element of messages.
+        fast_verify: verifies the instruction lists. If it returns None, they are verified here, which says why.
 
     Raises:
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.

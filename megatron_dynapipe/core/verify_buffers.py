@@ -108,8 +108,8 @@ class StageTrace:
 
     Attributes:
         passes: steps of passes.
-        sends, receives: of each payload.
-        waits: all of them.
+        sends, receives: transfers by payload.
+        waits: the waits of all payloads.
     """
 
     def __init__(self, dimensions: Dimensions, stage: int, instructions: Sequence[Instruction]) -> None:

@@ -34,7 +34,7 @@ class Candidate:
 
     Attributes:
         samples: what its micro-batches hold.
-        problem: of planning them.
+        problem: the problem of planning them.
         partitioned: what a search starts with; without partitions, packed rows that it makes itself.
         fallback: makes what it starts with where it finds nothing from those; None for nothing else.
         searchable: whether a search may change the partitions.
@@ -99,8 +99,8 @@ class Way(Protocol):
         """What it proposes for a batch; nothing where it does not apply.
 
         Args:
-            samples: of the batch.
-            problem: of planning them whole, over as many replicas as are planned apart.
+            samples: the batch's.
+            problem: the problem of planning them whole, over as many replicas as are planned apart.
         """
         ...
 
