@@ -51,8 +51,8 @@ def decoder_only(
 
     Args:
         model: what it is made of.
-        layout: of a pipeline that cuts layers, or of a HybridModel; without one, stages are as Megatron's flags say.
-        config: in place of the one that Megatron's arguments describe.
+        layout: of a pipeline that cuts layers, or of a HybridModel, its layout; None leaves it to Megatron's flags.
+        config: takes the place of the one that Megatron's arguments describe.
     """
     config = config or model.transformer_config()
     built: DecoderOnly

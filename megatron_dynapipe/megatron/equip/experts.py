@@ -63,7 +63,7 @@ class RouterTerms(TopKRouter):
         Args:
             samples: int64[s, b] on the device, the number of each position's sample, `number` for padding; None adds no
                 terms.
-            number: of samples.
+            number: the number of samples.
         """
         if samples is not None and self.config.sequence_parallel:
             samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -71,7 +71,7 @@ class RouterTerms(TopKRouter):
         self._number = number
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's, with the positions that count, whatever it is given."""
+        """Do what Megatron's does, with the positions that count, whatever it is given."""
         padding_mask = None if self._samples is None else self._samples == self._number
         routed: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
         return routed
@@ -235,7 +235,7 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
     gather: Any = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As Megatron's, and padded."""
+        """Do what Megatron's does, and pad."""
         hidden_states, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
         asked: dict[bool, int] = {} if self.asked is None else self.asked
         labelled = self.gather is not None and self.gather.rows is not None
@@ -249,7 +249,7 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
         return nn.functional.pad(hidden_states, (0, 0, 0, missing)), nn.functional.pad(probs, (0, 0, 0, missing))
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """As Megatron's, without what was padded."""
+        """Do what Megatron's does, without what was padded."""
         combined: Tensor = super().combine_postprocess(hidden_states[: self._own])
         return combined
 

@@ -30,7 +30,7 @@ class OverlappingLayout(PipelineParallelLayerLayout):
     """A layout whose neighbouring stages may both build a layer.
 
     Args:
-        modules: of every virtual stage in model order, attentions and MLPs.
+        modules: the attentions and MLPs of every virtual stage, in model order.
         stages: pipeline ranks.
     """
 

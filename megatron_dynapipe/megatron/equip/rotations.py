@@ -15,7 +15,7 @@ from megatron_dynapipe.megatron.equip.told import Channel
 
 _MARK = "_dynapipe_rotations"
 _DIMENSIONS = 4
-"""Of rotations [positions, 1, 1, channels]."""
+"""The number of dimensions of rotations [positions, 1, 1, channels]."""
 
 
 def equip_rotations(chunks: Sequence[nn.Module], channel: Channel) -> None:
@@ -29,7 +29,7 @@ def equip_rotations(chunks: Sequence[nn.Module], channel: Channel) -> None:
 
 
 def _rotations(make: Callable[..., Any], channel: Channel, length: int, *arguments: Any, **keywords: Any) -> Any:
-    """Of `length` positions, or of a row's; one tensor, or one with a scale (YaRN)."""
+    """The rotations of `length` positions, or of a row's; one tensor, or one with a scale (YaRN)."""
     row = channel.told.row
     needed = length if row is None else int(row.max_seqlen_kv)
     most = 1 << max(needed - 1, 0).bit_length()

@@ -44,7 +44,7 @@ class Channel:
     """Holds what a rank's modules are told.
 
     Attributes:
-        told: of the micro-batch whose pass runs.
+        told: what is told of the micro-batch whose pass runs.
     """
 
     def __init__(self) -> None:
