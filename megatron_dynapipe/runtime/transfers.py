@@ -44,7 +44,7 @@ class PooledTransfers:
         transport: moves tensors between stages.
         device: that messages lie on.
         stages: ranks of the pipeline.
-        dtype: of the tensors that cross stage boundaries.
+        dtype: the type of the tensors that cross stage boundaries.
     """
 
     def __init__(self, transport: Transport, device: torch.device, *, stages: int, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class PooledTransfers:
 
     @property
     def handlers(self) -> Handlers:
-        """Of every kind of transfer."""
+        """The handlers of every kind of transfer."""
         return {
             SendStart: self._start_send,
             SendWait: self._wait_send,
