@@ -240,7 +240,7 @@ def sample_numbers(lengths: Sequence[int], size: int, positions: int) -> npt.NDA
     Args:
         lengths: positions of every sample.
         size: rows, b; one holds all samples, one after another.
-        positions: of a row, s.
+        positions: positions of a row, s.
     """
     if size == 1:
         return np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))[:, None]

@@ -74,7 +74,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without its end token.
         tokenizer: fingerprint of the tokenizer.
-        content_hash: of all samples, their order and their tokenizer.
+        content_hash: hash of all samples, their order and their tokenizer.
         recipe: digest of sources, mixture and settings: equal where preparing again would give the same.
         files: digests of the splits' files; empty in datasets that were made before there were any.
     """

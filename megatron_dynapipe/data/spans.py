@@ -55,7 +55,7 @@ def kept_pair(
     """What is kept of the input and of the target of a sample that is planned with these lengths; raises as `sequence`.
 
     Args:
-        cutter: of the split.
+        cutter: cuts the split's samples.
         sample: its number.
         pair: its tokens in the dataset.
         planned: tokens of input and target; of a decoder-only sample those of both, and 0.
