@@ -52,8 +52,8 @@ class Batches:
 
     Args:
         per_epoch: samples of an epoch.
-        samples: of a batch; or
-        tokens: of a batch at most, with
+        samples: samples of a batch; or
+        tokens: tokens of a batch at most, with
         lengths: tokens of the samples at places `first` … `stop - 1` of the stream.
         last: what becomes of an epoch's end.
         epochs: after which the stream ends; None for never.
@@ -227,7 +227,7 @@ def permuted(places: Places, sizes: Places | int, keys: npt.NDArray[np.uint64]) 
 
     Args:
         places: int64[n], each in 0 … size - 1.
-        sizes: of the permutation of each place; at least 1.
+        sizes: the size of each place's permutation; at least 1.
         keys: choose the permutation of each place.
     """
     values = np.asarray(places).astype(_U)
@@ -300,7 +300,7 @@ class TaskDraws:
         self.per_epoch = int(self._ends[-1])
 
     def rows(self, first: int, stop: int) -> Rows:
-        """As `ShuffledEpochs.rows`."""
+        """Does what `ShuffledEpochs.rows` does."""
         epochs, offsets = np.divmod(np.arange(first, stop), self.per_epoch)
         places = permuted(offsets, self.per_epoch, key_of(self._seed, _OF_EPOCH, epochs))
         tasks = np.searchsorted(self._ends, places, side="right")
