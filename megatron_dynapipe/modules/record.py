@@ -181,7 +181,7 @@ class ForwardRecorder(TorchFunctionMode):
     """Sees every operation while the block lasts; those inside a whole module are not recorded.
 
     Attributes:
-        segment: of the nodes to come.
+        segment: the segment of the nodes to come.
         sizes: numbers that depend on the batch's sizes, and their places among the sizes that stages are given.
     """
 
