@@ -65,7 +65,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
         shape: fields of `ModelShape` besides family and hidden size; some may be missing.
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
-        pattern: of a HybridModel, whose modules are its layers; empty for other models.
+        pattern: a HybridModel's, whose modules are its layers; empty for other models.
         is_recipe: whether it is a recipe of Megatron-Bridge.
     """
 

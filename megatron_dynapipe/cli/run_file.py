@@ -13,7 +13,7 @@ from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.megatron.flags.planning_flags import AUTO, EQUAL, TRAINING, add_planning_flags, defaults
 
 SIZES = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
-"""Of a layout: a run file's count where no flag gives any of them."""
+"""The flags of a layout: a run file's count if no flag gives any of them."""
 _DEFAULTS: Mapping[str, Any] = {
     **defaults(),
     "scatter_gather": "off",

@@ -7,7 +7,7 @@ from itertools import groupby
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning, fastest_of
 
 ERROR = 0.084
-"""By which predictions of layouts are off, in the median (benchmarks/cost_accuracy)."""
+"""The median error of predictions of layouts (benchmarks/cost_accuracy)."""
 NOTHING = 0.02
 """A gain below this is none: rows and plans that are as near differ by less than predictions tell."""
 WIDTH = 120
@@ -82,7 +82,7 @@ def gain_of(tuning: Tuning, names: Mapping[str, str]) -> list[str]:
 
     Args:
         tuning: with rivals.
-        names: of rivals, as people know them.
+        names: rivals' names, as people know them.
     """
     best = tuning.layouts[0]
     fastest = fastest_of(tuning.rivals)
