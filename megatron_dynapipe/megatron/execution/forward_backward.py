@@ -49,8 +49,8 @@ def run_iteration(
     """Run a plan, and Megatron's finalisation; totals, the last stage's loss reports, and the batch's labels or None.
 
     Args:
-        runner: of this rank.
-        plan: of this rank's stage.
+        runner: this rank's.
+        plan: this rank's stage's.
         models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
