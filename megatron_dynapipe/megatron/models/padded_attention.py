@@ -35,9 +35,9 @@ PROBE = (2, LEAST)
 TIMED = (4, 2048)
 """Rows and positions by which the kernel's results and its time are tried."""
 TURNS = 3
-"""Of both kernels when they are timed; the fastest of each counts."""
+"""Calls of both kernels when they are timed; the fastest of each counts."""
 ROUNDINGS = 4
-"""Of bf16 that the two kernels may lie apart, relative to the largest value."""
+"""How far the two kernels may lie apart in bf16, relative to the largest value."""
 
 
 _BOTH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
@@ -48,10 +48,10 @@ class CudnnAttention:
 
     Args:
         device: where it runs.
-        dtype: of queries, keys and values.
-        heads: of queries, and of keys and values, on this rank.
-        channels: of a head.
-        scale: of the scores.
+        dtype: the type of queries, keys and values.
+        heads: this rank's heads of queries, and of keys and values.
+        channels: channels of a head.
+        scale: multiplies the scores.
     """
 
     def __init__(

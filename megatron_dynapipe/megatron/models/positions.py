@@ -25,7 +25,7 @@ class Positions:
     Attributes:
         kind: one of `T5_POSITIONS`.
         rotary_percent: share of a head's channels that are rotated.
-        rotary_base: of the rotations' frequencies.
+        rotary_base: the base of the rotations' frequencies.
         rotary_interpolation: factor by which longer sequences are squeezed; None for none.
         relative_buckets: rows of a table of relative biases.
         relative_max_distance: distance from which all positions share a bucket.
@@ -55,7 +55,7 @@ class StackInputs:
 
     Attributes:
         state: [length, b, h]; divided in its first dimension under sequence parallelism.
-        mask: of its self-attention.
+        mask: its self-attention's mask.
         arguments: further ones of Megatron's block: rotations, biases, the packed row.
     """
 
@@ -95,7 +95,7 @@ class StackPositions:
 
         Args:
             state: the stack's input, as in `StackInputs`.
-            mask: of its self-attention, in the layers' form.
+            mask: its self-attention's mask, in the layers' form.
             length: positions of the whole sequence; of a packed row's longest segment.
             row: where samples lie, for layers without masks.
         """

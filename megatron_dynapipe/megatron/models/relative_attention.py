@@ -50,7 +50,7 @@ def attend_with_biases(
         row: where the segments lie; none of them a piece.
         bias: [1, heads, n, n] of at least the longest segment; of distances alone, as relative positions are.
         causal: whether later keys are hidden.
-        scale: of the scores.
+        scale: multiplies the scores.
 
     Returns:
         [t, heads, channels].

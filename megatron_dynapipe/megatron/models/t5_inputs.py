@@ -42,7 +42,7 @@ def padded_attention(shape: Shape, input_lengths: Tensor, decoder_lengths: Tenso
     """The arguments of attention over padded rows, by names in `T5StageInputs`: masks, or rows for Transformer Engine.
 
     Args:
-        shape: of the micro-batch.
+        shape: the micro-batch's.
         input_lengths: int[b], positions of every input.
         decoder_lengths: int[b], of every target.
         engine: whether attention is Transformer Engine's.
