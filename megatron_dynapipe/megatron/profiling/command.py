@@ -31,7 +31,7 @@ LOG_S = 10.0
 HURRIED_BUDGET_S = 60.0
 """Below this, such as at the start of training, points are repeated less."""
 SHARE_OF_PACKED = 0.3
-"""Of the time for measuring, that packed rows may take, beyond the fewest that a fit needs."""
+"""The share of measuring time that packed rows may take, beyond the fewest that a fit needs."""
 
 
 def profile(

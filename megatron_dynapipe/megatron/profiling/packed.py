@@ -29,7 +29,7 @@ FEW = 64
 LENGTHS = (16, 64, 256)
 """Positions of their samples, and the longest that a run may have."""
 RATIOS = (1, 2, 8)
-"""Of inputs to targets, in a decoder's rows."""
+"""Ratios of inputs to targets, in a decoder's rows."""
 SPREAD = 2.0
 """Samples are up to so many times shorter or longer than the length that a row is of. No two are alike, nor are a
 sample's input and target: equal ones attend in fewer calls than a run's, and pad less."""
