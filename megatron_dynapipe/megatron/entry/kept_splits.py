@@ -44,7 +44,7 @@ def _identity(run: RunConfig) -> str:
 
 
 def code_digest(package: Path) -> bytes:
-    """Of all of the package's code: an upgrade may choose better, wherever in it choices are made by then."""
+    """Digest of all of the package's code: an upgrade may choose better, wherever choices are made by then."""
     state = hashlib.blake2b(digest_size=16)
     for file in sorted(package.rglob("*")):
         if file.suffix in (".py", ".so"):
