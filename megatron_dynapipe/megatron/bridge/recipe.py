@@ -61,7 +61,7 @@ def plan_inputs(
         config: the recipe, as Bridge has settled it.
         models: this rank's chunks. Before they are built there are none: plans then have the recipe's own layers, and
             a model that lacks nothing.
-        control: of all ranks.
+        control: the group of all ranks.
         data: the dataset folder.
         iteration: the one with which training begins, or goes on.
         costs: a cost model file; None computes costs.
