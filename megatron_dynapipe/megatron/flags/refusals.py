@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
     """Names that may not be asked for.
 
     Attributes:
-        names: of arguments or fields of configuration.
+        names: arguments or fields of configuration.
         why: the reason.
         unasked: their value if nobody asks, where that is not false.
         taken: words that may be asked for; empty for none.
@@ -215,7 +215,7 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
 
     Args:
         args: as parsed, not yet changed by Megatron's own checks.
-        family: of the model.
+        family: the model's.
         known: Megatron's own arguments, by which a name's flag is found.
 
     Raises:
