@@ -83,7 +83,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> T
 
 
 def row_sums(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row its maximum, and less it the sum of exponentials and the logit at its column; all in fp32 [rows]."""
+    """Each row's maximum, and, less that, the sum of exponentials and the logit at its column; all in fp32 [rows]."""
     wide = rows.float()
     maximum = wide.amax(dim=1).clamp_min(_LEAST)  # a rank's logits may all be minus infinity
     shifted = wide - maximum[:, None]
