@@ -115,7 +115,7 @@ def write_file(
 
     Args:
         path: where; a symbolic link stays one.
-        content: of the file.
+        content: the file's.
         is_ours: as `check_replaceable`.
         mode: permissions; None keeps those of the file that is replaced, else as the process's umask.
 
