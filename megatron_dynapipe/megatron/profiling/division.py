@@ -39,7 +39,7 @@ from megatron_dynapipe.megatron.profiling.packed import MeasuredRows, Row, of_ro
 POSITIONS = 1024
 """Positions of the micro-batches that are measured, about."""
 POSITIONS_OF_PRODUCTS = {"cpu": 1024, "cuda": 16384}
-"""Positions of the largest micro-batch whose weight gradients are measured: on a GPU smaller products wait for launches."""
+"""Positions of the largest micro-batch whose weight gradients are measured: a GPU waits for launches of small ones."""
 PARTS_OF_PRODUCTS = (2, 4)
 """Others have so many times fewer."""
 SHARE = 4
