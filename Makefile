@@ -19,7 +19,7 @@ HEADERS = $(shell $(PYTHON) -c 'import nanobind, sysconfig; print("-isystem", na
 CORE = $(wildcard csrc/*.* csrc/*/*)
 CHECK_CORE = $(COMPILER) -std=c++20 -fvisibility=hidden -fsyntax-only -Wall -Wextra -Werror $(HEADERS) -Icsrc csrc/*.cpp csrc/*/*.cpp
 # A link that leads nowhere is an error.
-DOCS := $(PYTHON) -m sphinx --fail-on-warning --quiet docs build/docs
+DOCS := $(PYTHON) -m sphinx --fail-on-warning --quiet --conf-dir docs . build/docs
 TRAIN := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2
 # The demos' two ranks share the device of a machine with one GPU, which takes gloo; without a GPU it is gloo anyway.
 SHARED := $(if $(filter 0 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),--distributed-backend gloo)

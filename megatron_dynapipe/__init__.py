@@ -70,8 +70,8 @@ def planned(trained: Any, *arguments: Any, **settings: Any) -> AbstractContextMa
     Args:
         trained: a recipe of Megatron-Bridge, the list of model chunks that a loop of your own trains, or the family
             ("gpt", "t5") of what the command line of an entry script says.
-        arguments: of `bridge.planned`, of `tools.loop.planned`, or of `megatron.entry.runs.planned`.
-        settings: likewise.
+        arguments: what `bridge.planned`, `tools.loop.planned` or `megatron.entry.runs.planned` takes after it.
+        settings: its keywords.
     """
     module = "megatron.entry.runs" if isinstance(trained, str) else "bridge"
     module = "tools.loop" if isinstance(trained, list | tuple) else module

@@ -49,7 +49,7 @@ CLUSTER_KEYS = (MEMORY, *(f"{kind}-{what}" for kind in (INTRA_NODE, INTER_NODE) 
 """Keys of a cluster file, all required; `devices-per-node` may be left out. They are named as `plan`'s flags are."""
 
 _MOST = 10**9
-"""Of megabytes, gigabits and microseconds."""
+"""The most megabytes, gigabits and microseconds that a file may give."""
 
 # A number that Python does not convert is a ValueError, as is text that is no UTF-8.
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
@@ -61,7 +61,7 @@ class Cluster:
 
     Attributes:
         device: name of the device by which the file was found; empty where the user named the file.
-        memory_limit_bytes: of one device that plans may use.
+        memory_limit_bytes: memory of one device that plans may use.
         links: between devices of a node, and between nodes.
         devices_per_node: where the file says so; else as torchrun places ranks.
     """
@@ -87,7 +87,7 @@ def read_cluster(path: Path, device: str = "") -> Cluster:
     """A device's memory and the links, as a cluster file gives them.
 
     Args:
-        path: of the file; where there is none, a name of one of `CLUSTERS`.
+        path: the file's; if there is no such file, a name of one of `CLUSTERS`.
         device: the name by which it was found.
 
     Raises:
@@ -156,7 +156,7 @@ def read(path: Path) -> dict[str, object]:
 
 
 _PLACES: dict[str, str] = {}
-"""For each flag that a run file of this process gave, the file and the line: what a parser refuses is named by them."""
+"""The file and the line of each flag that a run file of this process gave: what a parser refuses is named by them."""
 
 
 def _places(path: Path, text: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, written beside them when it is saved and compared before it is loaded.
+"""Digests of a checkpoint's files, written next to them when it is saved and compared before it is loaded.
 
 Archives that torch wrote hold checksums themselves, which torch does not look at. A file of a dataset has one digest
 (`file_digest`):

@@ -111,6 +111,6 @@ def check_open_files() -> int:
 
 
 def user_cache_folder() -> Path:
-    """Where measured costs and chosen layouts are kept: `megatron-dynapipe` in XDG_CACHE_HOME, else in ~/.cache."""
+    """The folder of measured costs and chosen layouts: `megatron-dynapipe` in XDG_CACHE_HOME, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "megatron-dynapipe"

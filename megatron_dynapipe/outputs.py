@@ -115,7 +115,7 @@ def write_file(
 
     Args:
         path: where; a symbolic link stays one.
-        content: of the file.
+        content: the file's.
         is_ours: as `check_replaceable`.
         mode: permissions; None keeps those of the file that is replaced, else as the process's umask.
 
@@ -140,7 +140,7 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
 @contextlib.contextmanager
 def fresh_file(path: Path, *, mode: int | None = None) -> Iterator[Path]:
-    """An empty file beside `path` to write to, which takes its name once the block has succeeded, and goes if not.
+    """An empty file next to `path` to write to: it takes its name once the block has succeeded, and goes if not.
 
     Raises:
         OSError: as writing does.
@@ -170,7 +170,7 @@ def check_fresh(path: Path) -> None:
 
 @contextlib.contextmanager
 def fresh_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to fill, which takes its name once the block has succeeded, and goes if not.
+    """A folder next to `path` to fill: it takes its name once the block has succeeded, and goes if not.
 
     Raises:
         ConfigError: as `check_fresh`.

@@ -40,13 +40,13 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The costs of one segment, with tables keyed "<length>" of rows `[micro-batch size, value]`.
 
     Attributes:
-        name: of the cut before it; "" for the first segment.
+        name: the name of the cut before it; "" for the first segment.
         parameters: the number of those that are trained.
-        frozen_mb: of the others, which have neither gradients nor optimizer state.
+        frozen_mb: the other parameters', which have neither gradients nor optimizer state.
         time_ms: tables "forward" and "backward".
         stored_activation_mb: kept from a forward's end to its backward's.
         peak_activation_mb: high-water mark of both passes.
-        boundary_mb: of what crosses to the next segment; zeros after the last.
+        boundary_mb: what crosses to the next segment; zeros after the last.
     """
 
     name: str
@@ -170,7 +170,7 @@ class StageCostModel:
     """A `CostModel` whose modules are the virtual stages of a divided model: no two of them need cost the same.
 
     Args:
-        costs: of the segments.
+        costs: the segments' costs.
         stage_of: the virtual stage of each.
     """
 
@@ -211,11 +211,11 @@ def segment_settings(
     """Settings of a planner that takes every virtual stage for one module, as `costs.of_stages` does.
 
     Args:
-        costs: of the segments.
+        costs: the segments' costs.
         stage_of: the virtual stage of each segment.
         stages: ranks of a pipeline.
-        replicas: of the pipeline.
-        memory_limit_bytes: of one device.
+        replicas: the number of the pipeline's replicas.
+        memory_limit_bytes: memory of one device.
         network: links between devices; by default those that the costs were measured with.
         schedule: how passes are ordered.
     """
@@ -247,11 +247,11 @@ def divide_segments(
     """Divide segments by their measured times, within memory.
 
     Args:
-        costs: of the segments between the points.
+        costs: the costs of the segments between the points.
         points: names of the cuts, in order.
         stages: how many.
-        memory_limit_bytes: of one device; it has to hold a stage's parameters, gradients and optimizer state, and one
-            micro-batch of the largest shape measured.
+        memory_limit_bytes: memory of one device; it has to hold a stage's parameters, gradients and optimizer state,
+            and one micro-batch of the largest shape measured.
 
     Raises:
         ConfigError: the costs are of other segments.

@@ -31,6 +31,8 @@ TURNS: Mapping[str, re.Pattern[str]] = {
         "gone through": r"\bgone through\b",
         "costs are of": r"\b(?:costs?|times?|figures?) (?:is|are|was|were) of\b",
         "of one's own": r"\bone's own\b",
+        "as of": r"\bas of\b",
+        "is left of": r"\bis left of\b",
     }.items()
 }
 CODE = re.compile(r"^```[\s\S]*?^```$|^    \S.*\n(?: {4,}\S.*\n)*", re.MULTILINE)

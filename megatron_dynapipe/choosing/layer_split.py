@@ -3,8 +3,8 @@
 The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
 an equal number of layers is not an equal amount of work. Batches are planned, and their micro-batches scheduled under
 neighbouring splits (`choosing.rescheduling`): modules move from stage to stage as long as that is faster, memory and
-messages counted. Where this leads, and what is nearest to it, is planned in full; the fastest plans decide. A layer may
-be divided between its attention and its MLP where the costs of both are known.
+messages counted. The split at the end and its neighbours are planned in full; the fastest plans decide. A layer may be
+divided between its attention and its MLP where the costs of both are known.
 """
 
 import logging
@@ -49,13 +49,13 @@ BEHIND = 0.03
 """A number of chunks whose first splits are further behind the best is not improved."""
 
 RESCHEDULED = 32
-"""Neighbours of a split that are scheduled: those of the least bounds."""
+"""The most neighbours of a split that are scheduled: the ones with the least bounds."""
 
 NEAREST = 6
 """Neighbours of the best split that are planned where a descent leads nowhere: the fastest scheduled ones."""
 
 MORE_CHUNKS = (2, 4)
-"""Virtual stages of a rank to choose among, beside one."""
+"""Virtual stages of a rank to choose among, in addition to one."""
 
 LEAST_GAIN = 0.01
 """More chunks send more messages, so they must be faster by this share."""

@@ -7,7 +7,7 @@ is that of a grid point, or of the sample's own lengths. Costs count as if they 
               ╱      ──►              __╱
                                     ╱
 
-Packed rows derived from padded costs charge a sample the same shares. Where packed rows were measured, a row costs at
+Packed rows derived from padded costs charge a sample the same shares. If packed rows were measured, a row costs at
 least its positions times the least cost of a position, and the attention of its samples.
 """
 
@@ -64,7 +64,7 @@ class LeastCosts:
     ) -> Floats:
         """The least share of a sample of these positions in a micro-batch of at most so many: `[samples, kinds]`.
 
-        A measured row's positions are `charged` to its samples by those of inputs and targets together, or of one.
+        A measured row's positions are `charged` to its samples by inputs' and targets' positions together, or by one.
         `fixed` is what the micro-batch pays by itself, at most the least that any costs.
         """
         costs = _at(self.values[:, quantity], self.tables.inputs, self.tables.targets, inputs, targets)
@@ -119,7 +119,7 @@ class LeastCosts:
         most: float = np.inf,
         fixed: Floats | float = 0.0,
     ) -> Floats:
-        """The least time of a sample's forward or backward passes, likewise; `fixed` as of `share`."""
+        """The least time of a sample's forward or backward passes, likewise; `fixed` as in `share`."""
         whole = self.share(quantity, inputs, targets, most, fixed=fixed)
         if not cut:
             return whole

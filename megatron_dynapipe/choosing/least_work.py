@@ -2,7 +2,7 @@
 
 A sample's least work is its share of the micro-batch that runs it best, of any size, padded or packed, whole or in
 pieces, where these are allowed. Costs count as if they never fell with length (`choosing.least_costs`). A micro-batch
-has no more positions than all memory beside model states holds under the recompute modes that store the least.
+has no more positions than the memory that model states leave holds under the recompute modes that store the least.
 `benchmarks/planning/limits.py` has bounds of plans of several stages.
 """
 

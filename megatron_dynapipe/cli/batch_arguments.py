@@ -81,7 +81,7 @@ def labelled(args: argparse.Namespace, batches: Sequence[NamedBatch]) -> list[Na
 
 
 def _maximum_lengths(args: argparse.Namespace) -> tuple[int | None, int | None]:
-    """To which a dataset's inputs and targets are truncated: as the flags say, else the run file."""
+    """The lengths to which a dataset's inputs and targets are truncated: as the flags say, else the run file."""
     flags = args.max_seq_len, args.max_target_len or args.max_seq_len
     of_run: tuple[int | None, int | None] = getattr(args, "run_lengths", (None, None))
     lengths = flags[0] or of_run[0], flags[1] or of_run[1]

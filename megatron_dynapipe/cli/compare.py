@@ -146,7 +146,7 @@ def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
 
 
 def geometric_means(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """For every method, its tokens/s over every other's: the geometric mean over the batches that both can run."""
+    """Every method's tokens/s over every other's: the geometric mean over the batches that both can run."""
     methods = list(entries[0]["methods"]) if entries else []
     over: dict[str, dict[str, dict[str, float]]] = {method: {"geomean_over": {}} for method in methods}
     for method in methods:

@@ -87,7 +87,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def add_examples(parser: argparse.ArgumentParser) -> None:
-    """Put a parser's examples, and those of its commands, at the end of their help."""
+    """Put the examples of a parser and of its commands at the end of their help."""
     name = parser.prog.removeprefix(PROGRAM).strip()
     lines = [f"  {PROGRAM} {example}" for example in EXAMPLES.get(name, ())]
     if lines:

@@ -1,7 +1,7 @@
 """`--model-config`: a model's kind and sizes from a run file of Megatron's flags, a HuggingFace `config.json`, or the
 YAML that a recipe of Megatron-Bridge is saved as.
 
-The file is all that is needed: a flag beside it may only say the same. What costs do not model is refused by name.
+The file is all that is needed: a flag next to it may only say the same. What costs do not model is refused by name.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
         shape: fields of `ModelShape` besides family and hidden size; some may be missing.
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
-        pattern: of a HybridModel, whose modules are its layers; empty for other models.
+        pattern: a HybridModel's, whose modules are its layers; empty for other models.
         is_recipe: whether it is a recipe of Megatron-Bridge.
     """
 
@@ -145,7 +145,7 @@ def adapters_of(args: argparse.Namespace) -> Adapters | None:
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `ModelShape` besides family and hidden size, as completed arguments say them; some may be missing."""
+    """`ModelShape`'s fields, except family and hidden size, as completed arguments say them; some may be missing."""
     file: ModelFile | None = getattr(args, "model_file", None)
     shape = dict(file.shape) if file is not None else {}
     if (adapters := adapters_of(args)) is not None:
@@ -203,7 +203,7 @@ def experts_of(args: argparse.Namespace) -> Experts | None:
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
-    """The whole model for computed costs: of the file, else of the flags, which are those of the published layer.
+    """The whole model for computed costs: from the file, else from the flags, whose defaults are the published layer's.
 
     Raises:
         ConfigError: a number is missing, or the model has what is not modelled.

@@ -61,7 +61,7 @@ def _check(folder: Path, *, as_json: bool) -> int:
 
 
 def _result(now: Survey, action: str, *, was: str) -> dict[str, object]:
-    """For `--json`: `found` is the checkout's state before, `files` are as they are now."""
+    """What `--json` prints: `found` is the checkout's state before, `files` are as they are now."""
     patches = [
         {"file": path.name, "subject": subject, "files": [changed], "added": len(added), "removed": 0}
         for path, subject, changed, added in now.series.patches

@@ -116,7 +116,7 @@ def _limits(planner: Planner, samples: Samples, plan: IterationPlan) -> dict[str
 
 
 def _hint_of_splits(layer_split: "str | tuple[float, ...]", idle: list[float]) -> None:
-    """Where equal layers leave stages without work for long, say what evens them out."""
+    """Say what evens stages out if equal layers leave some without work for long."""
     mean = sum(idle) / max(len(idle), 1)
     if layer_split == "equal" and mean >= MUCH_IDLE:
         print(

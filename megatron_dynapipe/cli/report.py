@@ -84,7 +84,7 @@ def _end_of_run(folder: Path) -> int:
 
 
 def idle_hint(panels: Sequence[Panel]) -> str:
-    """Where the last iteration's plan leaves stages idle for long, what shortens that; else nothing."""
+    """What shortens the time that the last iteration's plan leaves stages idle, if it is long; else nothing."""
     idle = panels[0].idle_share if panels and len(panels[0].timeline) > 1 else 0.0
     if idle < MUCH_IDLE:
         return ""

@@ -1,4 +1,4 @@
-"""What a run file says besides its model: taken where no flag says it, and named where it is not read."""
+"""What a run file says apart from its model: taken if no flag says it, and named if it is not read."""
 
 import argparse
 import sys
@@ -13,14 +13,14 @@ from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.megatron.flags.planning_flags import AUTO, EQUAL, TRAINING, add_planning_flags, defaults
 
 SIZES = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
-"""Of a layout: a run file's count where no flag gives any of them."""
+"""The flags of a layout: a run file's count if no flag gives any of them."""
 _DEFAULTS: Mapping[str, Any] = {
     **defaults(),
     "scatter_gather": "off",
     "virtual_stages": AUTO,
     "distributed_optimizer": False,
 }
-"""Of what a run file may give besides: commands send messages whole, as the published rules have it."""
+"""What a run file may give that differs here: commands send messages whole, as the published rules have it."""
 
 _MEGATRONS = {
     "tensor-model-parallel-size": "tensor_parallel",
@@ -81,7 +81,7 @@ def _say(line: str, about: object) -> None:
 
 
 def _planning_flags(path: Path) -> dict[str, Any]:
-    """Those of the run file's flags that say what plans choose among."""
+    """The run file's flags that say what plans choose among."""
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, argument_default=argparse.SUPPRESS)
     add_planning_flags(parser, TRAINING)
     parser.set_defaults(**{f"dynapipe_{name}": None for name in defaults()})

@@ -124,7 +124,7 @@ def _of_run(args: argparse.Namespace) -> int:
 
 
 def _choose_cluster(args: argparse.Namespace) -> None:
-    """Where no cluster is named: today's, of the device that costs are of, else of H100s."""
+    """The cluster if none is named: today's, with the device that the costs were measured on, else with H100s."""
     if args.cluster is None:
         file = _cost_file(args)
         name = (args.device or "") if file is None else read_file(file)[0].device
@@ -224,7 +224,7 @@ def _tuned(args: argparse.Namespace) -> Tuning:
 
 
 def _peak_flops(args: argparse.Namespace) -> float | None:
-    """The peak of the device that costs are of, or of the cluster's."""
+    """The peak of the device that the costs were measured on, or of the cluster's."""
     file = _cost_file(args)
     return peak_flops(read_file(file)[0].device if file else args.device or args.cluster.stem)
 
@@ -354,7 +354,7 @@ def _command(best: TunedLayout, settings: PlannerSettings, args: argparse.Namesp
 
 
 def _tuned_flags(args: argparse.Namespace) -> dict[str, str | int]:
-    """What was tuned besides layouts and was said on the command line, as a run's flags."""
+    """What was tuned in addition to layouts and was said on the command line, as a run's flags."""
     given: dict[str, Any] = {
         "dynapipe-cost-model": _cost_file(args) and str(_cost_file(args)),
         "global-batch-size": args.global_batch_size,

@@ -7,7 +7,7 @@ from itertools import groupby
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning, fastest_of
 
 ERROR = 0.084
-"""By which predictions of layouts are off, in the median (benchmarks/cost_accuracy)."""
+"""The median error of predictions of layouts (benchmarks/cost_accuracy)."""
 NOTHING = 0.02
 """A gain below this is none: rows and plans that are as near differ by less than predictions tell."""
 WIDTH = 120
@@ -82,7 +82,7 @@ def gain_of(tuning: Tuning, names: Mapping[str, str]) -> list[str]:
 
     Args:
         tuning: with rivals.
-        names: of rivals, as people know them.
+        names: rivals' names, as people know them.
     """
     best = tuning.layouts[0]
     fastest = fastest_of(tuning.rivals)
@@ -140,13 +140,13 @@ def usual_ones(tuning: Tuning, devices: int, per_node: int) -> list[str]:
         sizes = layout.data_parallel, layout.tensor_parallel, layout.pipeline_parallel
         if layout.error is None and layout.chunks == 1 and (kind := usual.pop(sizes, None)) is not None:
             takes = layout.predicted_ms or layout.bound_ms or 0.0
-            more = [f"{'' if layout.predicted_ms else 'at least '}{takes / best.predicted_ms:.2f} times as long"]
+            more = [f"slower by {'' if layout.predicted_ms else 'at least '}{takes / best.predicted_ms - 1:.1%}"]
             if (apart := (layout.reduction_ms or 0.0) - (best.reduction_ms or 0.0)) >= 0.05:
-                more.append(f"{apart:.1f} ms more of reduction")
+                more.append(f"reduces gradients for {apart:.1f} ms longer")
             if layout.idle is not None and best.idle is not None and layout.idle > best.idle:
-                more.append(f"idle for {layout.idle:.0%} in place of {best.idle:.0%}")
+                more.append(f"idle for {layout.idle:.0%} of the time, the best for {best.idle:.0%}")
             if layout.recompute not in ("", best.recompute):
-                more.append(f"recomputes {layout.recompute} in place of {best.recompute}")
+                more.append(f"recomputation {layout.recompute}, the best {best.recompute}")
             lines.append(f"{kind}, {name_of(layout)}: {', '.join(more)}")
     return lines
 

@@ -97,7 +97,7 @@ class PackedTables:
         inputs, targets: positions of a sample, likewise.
         attention: int64 `[kinds, len(Quantity), inputs, targets]`.
         prefix: int64 `[len(PREFIX_QUANTITIES), 3]` in 1 / `PREFIX_UNIT`, what a piece of n positions after m earlier
-            ones costs besides: once, times m, and times m · n. None where that was not measured.
+            ones costs more than a whole sample: once, times m, and times m · n. None if that was not measured.
     """
 
     row_inputs: IntArray
@@ -111,14 +111,14 @@ class PackedTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndState:
-    """Parameter bytes (2 bytes each) of what is outside layers, besides the word embeddings, on one rank.
+    """Parameter bytes (2 bytes each) of what is outside of layers, other than the word embeddings, on one rank.
 
     Attributes:
         tied: whether the head's weight is the word embeddings': a copy, on a stage that does not have these.
-        positions: of learned positions, on every stage with word embeddings.
-        encoder_tables, decoder_tables: of relative biases, on every stage with such layers.
-        norm: after the last layer of each stack.
-        head_biases: of the head.
+        positions: bytes of learned positions, on every stage with word embeddings.
+        encoder_tables, decoder_tables: bytes of relative biases, on every stage with such layers.
+        norm: bytes of the norm after the last layer of each stack.
+        head_biases: bytes of the head's biases.
     """
 
     tied: bool
@@ -134,17 +134,17 @@ class ModelState:
     """Parameter bytes (2 bytes each) on one tensor-parallel rank.
 
     Attributes:
-        modules: of one module of each kind but the head; of attention is all of a layer where it is not known how a
-            layer's are divided.
-        embedding_bytes: of the word embeddings.
-        expert_bytes: of the experts in a module that has them, part of it.
+        modules: bytes of one module of each kind but the head; if nobody knows how a layer's bytes are divided,
+            attention has all of them.
+        embedding_bytes: the word embeddings.
+        expert_bytes: the experts in a module that has them; they are a part of the module's.
         expert_parallel: ranks that share them; `expert_bytes` are those of one.
-        ends: of the rest; None where it is not known, as in files, for which the published rule counts the word
-            embeddings alone.
-        gradient_bytes: of one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
+        ends: what is outside of layers; None if it is not known, as in files, for which the published rule counts
+            the word embeddings alone.
+        gradient_bytes: one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
             published rule counts 2.
-        trained: those of `modules` that have gradients and states of the optimizer, where all others are frozen; None
-            where nothing is.
+        trained: the bytes of `modules` that have gradients and states of the optimizer, if all others are frozen; None
+            if nothing is frozen.
     """
 
     modules: Mapping[Kind, int]
@@ -164,8 +164,8 @@ class ModelState:
 
 
 class Rates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """In any unit: only their proportion counts. `linear` and `mlp` by position, `inner` by position and key, `memory`
-    by position of the encoder's output."""
+    """Rates in any unit, as only their proportion counts: `linear` and `mlp` by position, `inner` by position and key,
+    `memory` by position of the encoder's output."""
 
     linear: _Rate
     inner: _Rate
@@ -192,10 +192,10 @@ class Division(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The division of one kind of layer under one recompute mode.
 
     Attributes:
-        forward, backward: of times.
-        stored: of activations: by the first attention stores its part of what the layer does, by the second the MLP.
-        peak: of attention, and of the MLP; neither is above the layer's, which counts for both where this is None.
-        parameters: of attention and of the MLP, in any unit.
+        forward, backward: how times are divided.
+        stored: how activations are divided: attention stores by the first rates, the MLP by the second.
+        peak: attention's and the MLP's; neither is above the layer's, which counts for both if this is None.
+        parameters: attention's and the MLP's, in any unit.
         weights: time of weight gradients; None where it was not measured: the forward time of attention's linears and
             MLP, which multiply as often.
     """
@@ -217,11 +217,11 @@ class CostTables:
     """Modules' costs under one tensor parallelism and recompute mode.
 
     Attributes:
-        kinds: of modules; pieces of samples attend to earlier ones in the first.
+        kinds: the kinds of modules; in the first, pieces of samples attend to earlier ones.
         sizes, inputs, targets: the grid's axes, strictly increasing; `targets` is `[0]` for decoder-only models.
         values: int64 `[kinds, len(Quantity), sizes, inputs, targets]`, `ABSENT` in every row of a point that does not
             fit.
-        state: parameter bytes.
+        state: the modules' parameter bytes.
         separate: the values, `ABSENT` from each row by itself: costs of packed rows are derived from them. None where
             they do not differ from `values`.
         packed: costs of packed rows; None where they are derived from `separate`.

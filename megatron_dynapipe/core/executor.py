@@ -178,7 +178,7 @@ class Transfers(Protocol):
 
     @property
     def handlers(self) -> Handlers:
-        """Of every kind of transfer."""
+        """The handlers of every kind of transfer."""
         ...
 
     def begin(self, plan: StagePlan, dtypes: Dtypes | None) -> None:
@@ -233,7 +233,7 @@ class PipelineExecutor:
         Args:
             plan: the stage's instructions.
             handlers: for this list alone; they win over registered ones.
-            dtypes: of this list's transfers, where they are not all the executor's.
+            dtypes: the types of this list's transfers, if they are not all the executor's.
 
         Returns:
             When each instruction ran. Under a profiler of PyTorch, `emit_nvtx` among them, each is a range of its own.

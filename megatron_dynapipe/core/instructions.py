@@ -6,7 +6,7 @@ stands once, in the table `EFFECTS`; text, verification, memory, lowering, timer
 
 A *pass* is a `Forward` or a `Backward` of one micro-batch through one *chunk* (virtual stage) of the stage; without
 interleaving the chunk is always 0. A backward pass may be divided: `BackwardInput` makes the gradients of its input,
-which the previous stage waits for, and a later `BackwardWeight` those of the linear layers' weights.
+which the previous stage waits for, and a later `BackwardWeight` makes the gradients of the linear layers' weights.
 """
 
 import enum

@@ -59,7 +59,7 @@ _Message = tuple[Payload, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTopology:
-    """A replica's pipeline as lowering sees it, besides the order of passes."""
+    """What lowering knows of a replica's pipeline, in addition to the order of passes."""
 
     stages: int
     chunks: int

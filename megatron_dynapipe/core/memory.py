@@ -1,9 +1,9 @@
 """Memory that a stage holds, by the bytes and shapes that the plan carries; verified to stay within the device's.
 
-Beside what passes keep are messages. They lie in pools of equal buffers (`runtime.messages`): received activations,
-received gradients, and what is sent, until its send is known to be complete. A pool has as many buffers as the list has
-held at once so far, each as large as the largest message that the list puts there. An input of a micro-batch in flight
-is counted once, with what its forward keeps.
+Messages take memory in addition to what passes keep. They lie in pools of equal buffers (`runtime.messages`): received
+activations, received gradients, and what is sent, until its send is known to be complete. A pool has as many buffers as
+the list has held at once so far, each as large as the largest message that the list puts there. An input of a
+micro-batch in flight is counted once, with what its forward keeps.
 """
 
 from collections import defaultdict
@@ -30,11 +30,11 @@ from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan
 from megatron_dynapipe.core.units import in_mb
 
 ELEMENT_BYTES = 2
-"""Of a message's element where the run's data type is not at hand: a plan does not hold it."""
+"""Bytes of a message's element if the run's data type is not at hand: a plan does not hold it."""
 
 
 def message_elements(instructions: Sequence[Instruction], *, forward_only: bool) -> list[int]:
-    """Elements of messages that one stage's list holds beside what passes keep, while each of its passes runs.
+    """Elements of messages that one stage's list holds while each of its passes runs, in addition to what passes keep.
 
     The same rule stands in `csrc/verify/fast_verify.cpp`, and for orders of passes in `csrc/costs/memory.cpp`.
     """
@@ -78,7 +78,7 @@ def high_water_marks(
     pass to pass.
 
     Args:
-        plan: of the iteration.
+        plan: the iteration's.
         replica: one of its replicas.
         stage: one of its pipeline stages.
         passes: steps of its passes, in order.
@@ -121,7 +121,7 @@ def check_memory(
     """Raise a PlanError where a pass's high-water mark passes the limit.
 
     Args:
-        plan: of the iteration.
+        plan: the iteration's.
         replica: one of its replicas.
         passes: steps of every stage's passes.
         messages: bytes of messages while each of them runs.

@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
         encoder: kinds of the modules of the first stack, the only one of a decoder-only model.
-        decoder: of the second, whose modules read what the first puts out; empty where there is none.
+        decoder: kinds of the second stack's modules, which read the first one's output; empty if there is none.
         modules_per_layer: modules that people count, and Megatron recomputes, as one layer.
     """
 
@@ -64,7 +64,7 @@ class Model:
 
     @property
     def layers_with_experts(self) -> list[int]:
-        """The layers whose MLPs have experts, if those of others have none: they are of a kind of their own."""
+        """The layers whose MLPs have experts, if other layers' MLPs have none: they are a kind of their own."""
         return [at // self.modules_per_layer for at, kind in enumerate(self.encoder) if kind == EXPERT_MLP]
 
     def modules_of(self, split: Sequence[float]) -> ModuleSplit:
@@ -161,8 +161,8 @@ class PipelineLayout:
         They are the head and the MLP before it, unless that lies on an earlier stage.
 
         Args:
-            expert_kind: of the MLPs with experts; None where there are none.
-            experts: whether those do so too; they may want all positions (`megatron.equip.experts`).
+            expert_kind: the kind of MLPs with experts; None if there are none.
+            experts: whether MLPs with experts do so, too; they may want all positions (`megatron.equip.experts`).
         """
         head, last = len(self.modules) - 1, self.modules[-2]
         joined = last in (MLP, EXPERT_MLP) and head not in self.cuts
@@ -195,7 +195,7 @@ class PipelineLayout:
 
     @property
     def decoder_state_forward(self) -> tuple[bool, ...]:
-        """Per boundary v → v + 1, whether activations hold the decoder's state beside the encoder's output."""
+        """Per boundary v → v + 1, whether activations hold the decoder's state next to the encoder's output."""
         return tuple(cut > len(self.model.encoder) for cut in self.cuts.tolist())
 
     @property

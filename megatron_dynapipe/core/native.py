@@ -23,7 +23,7 @@ __all__ = ["FEW_ROWS", "NEVER", "agree", "core", "fast_verify"]
 NEVER = 2**61
 """Above every time that the core predicts; what it returns where there is no time."""
 FEW_ROWS = core.FEW_ROWS
-"""Of a replica: a search of so few may end far from where its start promises."""
+"""Micro-batches of a replica: a search of so few may end far from where its start promises."""
 
 
 def agree(name: str, expected: object) -> None:
@@ -51,7 +51,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def fast_verify(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]]) -> Steps | None:
-    """Where passes and sends stand in lists that can run, and what messages hold; None where they cannot.
+    """The places of passes and sends in lists, and what messages hold; None if the lists cannot run.
 
     For `core.verify.verify`, which then says why. It reads the lists in the bytes in which they are published, and
     does not depend on how they are made.

@@ -68,7 +68,7 @@ class Network:
 
 
 class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rules of transfers; the defaults are those of gloo.
+    """The rules of transfers; the defaults are gloo's.
 
     Attributes:
         receive_ahead: passes that may run between a receive's start and the wait for it; 0 starts it right before its
@@ -102,14 +102,14 @@ GLOO_RULES = TransferRules()
 """A started transfer holds up nobody."""
 
 CUDA_RULES = TransferRules(receive_ahead=0, ordered_starts=True)
-"""Of GPUs with one hardware queue: no receive waits on the device beside a pass, and starts wait for one another."""
+"""GPUs with one hardware queue: no receive waits on the device while a pass runs, and starts wait for one another."""
 
 MANY_QUEUES_RULES = TransferRules(receive_ahead=1)
-"""Of GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
+"""GPUs on which every stream has a hardware queue of its own: a receive starts one pass ahead of its own."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ENOUGH = 16
-"""A rank has at most eight streams for channels, beside those of computing, of other groups and of copies."""
+"""A rank has at most eight streams for channels; computing, other groups and copies have streams of their own."""
 
 
 def cuda_rules(environ: Mapping[str, str]) -> TransferRules:
@@ -145,7 +145,7 @@ class Links:
 
         Args:
             boundary: that of the virtual stages `boundary` and `boundary + 1`.
-            message_bytes: of all its tensors together, whole.
+            message_bytes: bytes of all its tensors together, whole.
         """
         if len(self.sharded) == 1:
             return self.sharded[0]

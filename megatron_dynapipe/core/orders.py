@@ -224,10 +224,10 @@ class ScheduleSettings:
     method: str = "adaptive"
     """A name in `SCHEDULES`."""
     search_evaluations: int | None = None
-    """Schedules that the adaptive method may try per iteration, besides those it begins with; None: as many as take
+    """Schedules that the adaptive method may try per iteration, after the ones it begins with; None: as many as take
     about the same time whatever the batch, see `core.search.default_evaluations`."""
     seed: int = 0
-    """Of the search."""
+    """Draws the search's mutations."""
 
     def __post_init__(self) -> None:
         if self.method not in SCHEDULES:

@@ -74,7 +74,7 @@ class Partition:
     Attributes:
         sizes: samples of each micro-batch, in order; they add up to all samples.
         modes: index of its recompute mode.
-        layout: of all of them.
+        layout: the layout of all of them.
         order: its own, int64[samples]; None: that of all partitions.
         in_turn: micro-batch i runs on replica i mod replicas; else they are assigned by their times.
     """
@@ -96,7 +96,7 @@ class OrderedPartitions:
 
     Attributes:
         order: int64[samples].
-        partitions: of it.
+        partitions: cuts of the order into micro-batches.
     """
 
     order: IntArray
@@ -155,6 +155,6 @@ class Partitioner(Protocol):
         Args:
             problem: samples, costs, memory.
             order: every sample once, the longest first: int64[samples].
-            hidden_size: of the model, for rules that count floating-point operations.
+            hidden_size: the model's, for rules that count floating-point operations.
         """
         ...

@@ -34,14 +34,14 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Entry:
-    """Where a graph begins: what a forward received, and later the gradients of it.
+    """The tensors at which a graph begins: what a forward received, and later the gradients of it.
 
     The tensors get a gradient function instead of becoming leaves, so that a stage may begin with an operation in
     place. Those that are not differentiable pass as they are.
 
     Args:
         tensors: what was received.
-        differentiable: which of them want a gradient; by default those of a floating dtype.
+        differentiable: which of them want a gradient; by default all of a floating dtype.
 
     Attributes:
         tensors: what the forward is to be given; emptied by `StageGraph`.
@@ -94,7 +94,7 @@ class StageGraph:
 
     Attributes:
         entry: where the graph begins.
-        edges: of the differentiable outputs, in their order; None where nothing is to be differentiated.
+        edges: the differentiable outputs' edges, in their order; None if nothing is to be differentiated.
         loss: where the graph ends instead, on the last stage.
     """
 
@@ -120,7 +120,7 @@ class StageGraph:
         """Run the backward pass.
 
         Args:
-            gradients: of the differentiable outputs, in their order; none where the graph ends in a loss.
+            gradients: the differentiable outputs' gradients, in their order; none if the graph ends in a loss.
             scale: makes of the loss what gradients are taken of.
 
         Returns:
@@ -142,7 +142,7 @@ class StageModel(Protocol):
     """
 
     def load(self, micro_batch: int) -> Any:
-        """The inputs of a micro-batch's forward passes besides received tensors, on the device."""
+        """The inputs of a micro-batch's forward passes other than received tensors, on the device."""
         ...
 
     def around_pass(self, instruction: Pass) -> AbstractContextManager[object]:
@@ -150,7 +150,7 @@ class StageModel(Protocol):
         ...
 
     def differentiable(self, micro_batch: int, boundary: int) -> Sequence[bool] | None:
-        """Flags of a boundary's tensors that have gradients; None says that those of a floating dtype have."""
+        """Flags of a boundary's tensors that have gradients; None says that tensors of a floating dtype have."""
         ...
 
     def forward(self, micro_batch: int, chunk: int, received: Sequence[torch.Tensor], data: Any) -> Any:
@@ -179,7 +179,7 @@ class PassContext:
         forward_only: nothing is kept for a backward pass.
         losses_left: forward passes of the last virtual stage that are still to run on this rank.
         on_last_loss: called once there are none.
-        graphs: of forward passes whose backward has not run, by (micro-batch, chunk).
+        graphs: the graphs of forward passes whose backward has not run, by (micro-batch, chunk).
     """
 
     model: StageModel
@@ -253,7 +253,7 @@ PASS_HANDLERS: Mapping[type[Instruction], Callable[[PassContext, Any, BufferTabl
         BackwardWeight: _backward_weight,
     }
 )
-"""By the type of instruction; `pass_handlers` gives each its context."""
+"""Handlers by the type of instruction; `pass_handlers` gives each its context."""
 
 
 def pass_handlers(context: PassContext) -> Handlers:

@@ -157,7 +157,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     @property
     def begun_ids(self) -> tuple[int, ...]:
-        """Samples that begin here: all but those of which an earlier piece is elsewhere."""
+        """Samples that begin here: all except the ones whose earlier pieces are elsewhere."""
         if not self.pieces:
             return self.sample_ids
         pieces = zip(self.sample_ids, self.pieces, strict=True)

@@ -39,8 +39,8 @@ class Planner:
         links: what messages between virtual stages take.
         model_state_bytes: int64[stages], memory of parameters, gradients and optimizer states.
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
-        rules: that plans of these ways have to hold.
-        costs_digest: of what the tables are of; a part of every plan's identity.
+        rules: what plans of these ways have to hold.
+        costs_digest: digest of what the tables were made from; a part of every plan's identity.
         enough_ns: the time of a training plan of these samples that is near what no plan can pass, or 0.
 
     Raises:

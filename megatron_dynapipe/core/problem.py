@@ -28,7 +28,7 @@ _NONE = np.zeros(0, np.int64)
 
 SplitBackward = Literal["off", "auto", "on"]
 SPLIT_BACKWARD: dict[SplitBackward, int] = {"off": 0, "auto": 1, "on": 2}
-"""As the native core numbers them."""
+"""The numbers that the native core gives them."""
 
 _COST_FIELDS = (
     "forward_ns",
@@ -48,7 +48,7 @@ PassOrder = tuple[tuple[Pass, ...], ...]
 """Per pipeline stage, its forward and backward passes in the order in which it runs them."""
 
 _NUMBERS = {kind: number for number, kind in enumerate(PASS_TYPES)}
-"""As the native core numbers them: a pass is (micro-batch · chunks + chunk) · 4 + the number of its type."""
+"""The native core numbers passes, too: a pass is (micro-batch · chunks + chunk) · 4 + the number of its type."""
 
 agree("Quantity", {quantity.name: quantity.value for quantity in Quantity})
 agree("SplitBackward", SPLIT_BACKWARD)
@@ -106,12 +106,12 @@ class BatchProblem:
         modes: modules' costs under each recompute mode that may be chosen, in order of preference on ties.
         layout: layers per virtual stage.
         model_state_bytes: int64[stages].
-        memory_limit_bytes: of one device, model state included.
+        memory_limit_bytes: memory of one device, model state included.
         in_flight: int64[options, stages], micro-batches that a stage holds at once, sharing its memory; the order is
             partitioned for each option.
         replicas: data-parallel replicas.
         links: what messages between stages take.
-        bytes_per_position: of one hidden state, as it is sent.
+        bytes_per_position: bytes of one hidden state, as it is sent.
         held_per_position: bytes of it that a rank holds.
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
@@ -223,8 +223,8 @@ class BatchProblem:
 
         Args:
             members: samples of each micro-batch.
-            batch_layouts: of each.
-            modes: as of `costs`, or of every virtual stage: int64[micro-batches, virtual stages].
+            batch_layouts: each micro-batch's layout.
+            modes: as for `costs`, or for every virtual stage: int64[micro-batches, virtual stages].
         """
         modes = np.broadcast_to(modes.reshape(len(members), -1), (len(members), self.layout.virtual_stages))
         rows, covered = np.zeros((_COSTS, *modes.shape), np.int64), np.ones(len(members), np.bool_)
@@ -268,7 +268,7 @@ class BatchProblem:
         """Costs of micro-batches on every virtual stage, and whether the cost model covers each: bool[micro-batches].
 
         Args:
-            shapes: of each micro-batch; `[micro-batches, 3]`.
+            shapes: each micro-batch's shape; `[micro-batches, 3]`.
             modes: int64[micro-batches], its recompute mode as an index of `modes`.
             labels: int64[micro-batches], positions that count; None for all.
         """

@@ -22,12 +22,12 @@ class ScheduledBatch:
 
     Attributes:
         members: samples of each micro-batch.
-        batch_layouts: of each.
-        shapes: of each.
+        batch_layouts: each micro-batch's layout.
+        shapes: each micro-batch's shape.
         modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         costs: its costs on every virtual stage.
         replicas: micro-batches of each replica, in the order in which they enter its pipeline.
-        schedules: of each replica.
+        schedules: each replica's schedule.
     """
 
     members: list[IntArray]
@@ -69,7 +69,7 @@ def schedule_batch(
             if problem.split_backward == "on":
                 return searched
             candidates.append(searched)
-            # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
+            # A search of padded micro-batches begins with 1F1B: list scheduling may refuse one that has memory.
             chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
     for partition in partitioned.partitions:

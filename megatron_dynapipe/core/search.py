@@ -66,7 +66,7 @@ class ReplicaSolution:
 
     Attributes:
         members: samples of each micro-batch.
-        batch_layouts: of each.
+        batch_layouts: each micro-batch's layout.
         modes: int64[micro-batches, virtual stages], index of its recompute mode on each.
         order: passes per stage; micro-batches are numbered as they enter.
     """
@@ -90,14 +90,14 @@ def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Parti
 
 
 class Start(NamedTuple):
-    """Where a search starts: the time of the best of its first solutions, and the most micro-batches of a replica."""
+    """The start of a search: the time of the best of its first solutions, and the most micro-batches of a replica."""
 
     makespan_ns: int
     rows: int
 
 
 def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | None = None) -> Start | None:
-    """Where a search from the given partitions starts; None where no start fits, or is about as fast as `most` ns."""
+    """Start a search from the given partitions; None if no start fits, or is about as fast as `most` ns."""
     partitions = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
     try:
         found = problem.native.start(order=partitioned.order, partitions=partitions, most=most)
@@ -114,9 +114,9 @@ def search(
     Args:
         problem: samples, costs, memory, replicas.
         partitioned: where to begin.
-        evaluations: schedules to try besides those it begins with; None takes `default_evaluations`, and none on one
+        evaluations: schedules to try after the ones it begins with; None takes `default_evaluations`, and none on one
             stage of one replica.
-        seed: of the mutations.
+        seed: draws the mutations.
 
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.

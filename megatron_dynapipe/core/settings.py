@@ -1,4 +1,4 @@
-"""The settings of plans: all that they depend on besides the batch and the cost model."""
+"""The settings of plans: all that they depend on, other than the batch and the cost model."""
 
 import math
 from typing import Annotated, Literal, Self
@@ -14,7 +14,7 @@ from megatron_dynapipe.core.problem import SplitBackward
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 
 IMBALANCE = 1.25
-"""Assumed between ranks that share experts, each of which has several: routers that are trained for balance keep
+"""Assumed between ranks that share experts and have several each: routers that are trained for balance keep
 single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
@@ -49,7 +49,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         sequence_parallel: whether those states are sharded over the tensor-parallel ranks.
         model_state_bytes: memory of every pipeline rank's parameters, gradients and optimizer states, where they were
             counted; None takes them from the cost model.
-        partition: makes the micro-batches in place of the planner's own search, to compare with.
+        partition: makes the micro-batches; None lets the planner search for them.
         schedule: how passes are ordered.
         transfers: when transfers are started, and what a start waits for.
         expert_parallel: replicas that share experts.

@@ -49,8 +49,8 @@ class StepTotals:
 
     Attributes:
         loss: sum of all losses.
-        count: of what they are sums of; both are 0 for a runner that does not add up.
-        trace: of this rank's list.
+        count: how many losses that are; both are 0 if a runner does not add them up.
+        trace: when this rank's instructions ran.
     """
 
     loss: float
@@ -71,7 +71,7 @@ class Step:
         plan: this rank's instruction list.
         model: runs the list's passes.
         dtypes: those of a transfer's tensors, where they are not all the runner's.
-        agreement: of all ranks, that they can run the step; None where they agreed before.
+        agreement: waits until all ranks say that they can run the step; None if they agreed before.
         around: entered while the list runs.
         finish: reduces the gradients after a training step's list; it may wait for the sums over all ranks.
     """
@@ -92,10 +92,10 @@ class StepRunner:
         executor: runs lists together with the other stages.
         alone: makes an executor that runs a list without them: it sends nothing and receives zeros.
         gate: takes what the next transfer has to wait for, or None.
-        device: of this rank.
+        device: this rank's.
         stage, stages: this rank's place in its pipeline.
         chunks: virtual stages of each rank.
-        dtype: of the tensors that cross stage boundaries.
+        dtype: the type of the tensors that cross stage boundaries.
         sums: adds up losses over all ranks; None where somebody else does it.
         close: gives back what the executor uses besides memory.
 

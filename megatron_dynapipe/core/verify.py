@@ -3,7 +3,7 @@
 samples    every sample once, in shapes that hold it                                verify_samples
 buffers    every pass once, nothing used before it is made or after it is freed       verify_buffers
 transfers  sends and receives of equal shapes in equal order; no stall                verify_transfers
-memory     what passes and messages hold beside the model state, within the limit        memory
+memory     what passes and messages hold, with the model state, within the limit         memory
 
 Ways to make micro-batches bring rules of their own (`ways.rules`): pieces tile their samples and run in their
 order; replicas that share experts run the same passes.
@@ -26,7 +26,7 @@ FastVerify = Callable[[Dimensions, Sequence[Sequence[Instruction]]], Steps | Non
 
 
 class PlanRules(Protocol):
-    """What plans have to hold besides, by the ways that made their micro-batches."""
+    """What plans have to hold for the ways that made their micro-batches, too."""
 
     def check(self, plan: IterationPlan) -> None:
         """Raise a PlanError that says what is wrong with the micro-batches and their orders."""
@@ -50,11 +50,11 @@ def verify(
 
     Args:
         plan: the whole iteration.
-        rules: of the ways that make micro-batches.
+        rules: what the ways that make micro-batches ask of plans.
         expected_samples: ids of the global batch, with repetitions; None where the caller does not know them.
         ordered_starts: verify that lists also end where a send's start waits for its channel's previous message.
-        element_bytes: of an element of messages.
-        fast_verify: of the instruction lists. Where it returns None, the lists are verified here, which says why.
+        element_bytes: bytes of an element of messages.
+        fast_verify: verifies the instruction lists. If it returns None, they are verified here, which says why.
 
     Raises:
         PlanError: what is wrong, naming replica, stage, step and instruction; for a stall, the cycle of waits.

@@ -71,7 +71,7 @@ class Wait(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Where the passes and the starts of sends stand in each rank's list, of lists that can run.
+    """The places of passes and of starts of sends in each rank's list, if the lists can run.
 
     Attributes:
         messages: elements of messages that are held while each pass runs (`core.memory`).
@@ -108,8 +108,8 @@ class StageTrace:
 
     Attributes:
         passes: steps of passes.
-        sends, receives: of each payload.
-        waits: all of them.
+        sends, receives: transfers by payload.
+        waits: the waits of all payloads.
     """
 
     def __init__(self, dimensions: Dimensions, stage: int, instructions: Sequence[Instruction]) -> None:

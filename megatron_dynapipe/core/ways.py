@@ -23,9 +23,9 @@ from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
 LEAST_GAIN = 0.01
-"""By which a candidate has to start ahead of the default, to be searched too."""
+"""A candidate is searched, too, if its start is faster than the default's by this share."""
 MARGIN_OF_FEW = 0.25
-"""By which one may start behind the default if that has few rows: such starts tell little."""
+"""If the default has few rows, a candidate's start may be slower by this share: such starts tell little."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Candidate:
 
     Attributes:
         samples: what its micro-batches hold.
-        problem: of planning them.
+        problem: the problem of planning them.
         partitioned: what a search starts with; without partitions, packed rows that it makes itself.
         fallback: makes what it starts with where it finds nothing from those; None for nothing else.
         searchable: whether a search may change the partitions.
@@ -59,7 +59,7 @@ class Candidate:
         return [self.problem, *relaxed]
 
     def start(self, most: int | None = None) -> Start | None:
-        """Where a search starts, by the first rules of transfers that allow any; None as of `search.start`."""
+        """The start of a search, by the first rules of transfers that allow any; None as `search.start` returns it."""
         starts = (start(problem, self.partitioned, most) for problem in self._problems)
         return next((found for found in starts if found is not None), None)
 
@@ -75,7 +75,7 @@ class Candidate:
         return found
 
     def _scheduled_from(self, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
-        # A search that starts with packed rows drops those that stall, and says as little of them as of memory.
+        # A search that starts with packed rows drops orders that stall without a word, as it drops what lacks memory.
         rows_alone = BatchLayout.PADDED not in self.problem.batch_layouts or self.problem.chains is not None
         stalled: StallError | None = None
         for problem in self._problems:
@@ -93,14 +93,14 @@ class Candidate:
 
 
 class Way(Protocol):
-    """A way to make micro-batches; `ways` has those of a run's settings."""
+    """A way to make micro-batches; `ways` has the ones that a run's settings choose."""
 
     def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
         """What it proposes for a batch; nothing where it does not apply.
 
         Args:
-            samples: of the batch.
-            problem: of planning them whole, over as many replicas as are planned apart.
+            samples: the batch's.
+            problem: the problem of planning them whole, over as many replicas as are planned apart.
         """
         ...
 

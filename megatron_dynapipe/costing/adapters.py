@@ -75,7 +75,7 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def described(adapters: Adapters | None) -> str:
-    """Adapters in words; those of all weights are none."""
+    """Adapters in words; if all weights are trained, there are none."""
     if adapters is None:
         return "no adapters"
     dropped = " with dropout" if adapters.dropout else ""
@@ -90,7 +90,7 @@ def _names(peft: Mapping[str, Any], key: str) -> Sequence[str]:
 
 
 def _adapted(targets: Sequence[str], without: Sequence[str]) -> tuple[Linear, ...]:
-    """The linears that patterns such as `*.layers.0.*.linear_qkv` name; of some layers is counted as of all."""
+    """The linears that patterns such as `*.layers.0.*.linear_qkv` name; a pattern of some layers counts for all."""
     last = {pattern.rpartition(".")[2] for pattern in targets}
     left_out = {pattern.rpartition(".")[2] for pattern in without}
     return tuple(

@@ -104,7 +104,7 @@ class RefinedGrid:
 
 
 def _first_points(candidates: Sequence[Point]) -> list[Point]:
-    """Where to begin: the smallest point, the ends of every axis from there, and the middle; without repetition."""
+    """The points to begin with: the smallest, the ends of every axis from there, and the middle; without repetition."""
     if not candidates:
         return []
     origin = candidates[0]

@@ -4,7 +4,7 @@ Rates of known devices are an A100's (`A100_RATES`, fitted to published profiles
 products as the best of any shape that was measured (stas00/ml-engineering, compute/accelerator, 744d01e of 2026-08-22),
 else as on the data sheet; memory traffic is 0.52 of the data sheet's bandwidth. Links carry what collectives were
 measured at: 200 of 300 GB/s between A100s (nccl-tests #149), 370 of 450 between H100s (nccl-tests #212), else two
-thirds of the data sheet's figure. Overheads are those of launching a layer's kernels, which depends on the host more
+thirds of the data sheet's figure. The overhead is launching a layer's kernels, which depends on the host more
 than on the device; a run measures its own (`--dynapipe-calibrate`).
 """
 
@@ -43,8 +43,8 @@ _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 _PEAK_CORE = 0.42
 _PEAK_SHARED = 0.4
-"""How much attention's inside, and what all tensor-parallel ranks hold, count in a forward's high-water mark against
-what they divide: as in published profiles of Megatron's layers."""
+"""The weights, in a forward's high-water mark, of attention's inside and of what all tensor-parallel ranks hold; what
+they divide counts once: as in published profiles of Megatron's layers."""
 
 _ADDED_PASSES = 3.0
 """Over an adapter's outputs in each pass: its product writes them, they are scaled and added; backward as much."""
@@ -322,7 +322,7 @@ def _inside(work: Workload, rates: DeviceRates, recompute: Recompute) -> Floats:
 
 
 def peak_basis(work: Workload, peaks: PeakRatios, recompute: Recompute) -> Floats:
-    """Bytes of which a forward's high-water mark is a multiple; with full recomputation only one network's live."""
+    """A forward's high-water mark is a multiple of these bytes; with full recomputation only one network's live."""
     divided = work.ffn_bytes if recompute is Recompute.FULL else work.split_bytes
     return divided + _PEAK_SHARED * work.shared_bytes + peaks.core(recompute) * work.core_bytes
 

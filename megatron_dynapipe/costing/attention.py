@@ -1,4 +1,4 @@
-"""What attention may have besides heads and query groups: compressed queries, keys and values, and sliding windows.
+"""What attention may have in addition to heads and query groups: compressed queries, keys and values, sliding windows.
 
 multi-latent attention   x ─► q_rank ─► queries                      queries and keys: channels + rotary of each head
                          x ─► rank + rotary ─► keys and values       values: channels of their own

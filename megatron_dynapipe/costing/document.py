@@ -1,4 +1,4 @@
-"""What all files of costs have in common, those of a transformer's layers and those of any model's segments."""
+"""What all files of costs have in common, for a transformer's layers and for any model's segments."""
 
 import re
 from typing import Annotated
@@ -21,5 +21,5 @@ Table = dict[str, list[tuple[Size, float]]]
 
 
 def is_cost_file(head: bytes) -> bool:
-    """Whether bytes begin as those of a cost model file do, of whatever version."""
+    """Whether bytes begin as a cost model file does, of whatever version."""
     return re.match(rb'\s*\{\s*"format"\s*:\s*"dynapipe-cost-model/', head) is not None

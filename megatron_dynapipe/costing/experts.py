@@ -2,8 +2,8 @@
 
     every expert layer   tokens ──all-to-all──► experts ──all-to-all──► tokens         and backwards the same
 
-A rank hands p · topk states of its p positions round, of which (E - 1) / E leave it for the other E - 1 ranks; those of
-other nodes cross the slower link, which takes longer than the exchange inside a node that runs beside it. Under an
+A rank hands p · topk states of its p positions round; (E - 1) / E of them leave it for the other E - 1 ranks. States
+for other nodes cross the slower link, which takes longer than the exchange inside a node that runs meanwhile. Under an
 imbalance f the busiest rank's experts have f times as many tokens as the mean, and everybody waits for it: their time
 and what they keep are taken f times.
 """
@@ -26,7 +26,7 @@ def with_expert_parallel(
     tensor_parallel: int = 1,
     imbalance: float = 1.0,
 ) -> CostTables:
-    """The tables of modules whose experts are shared, from those of modules that have all experts on each rank.
+    """The tables of modules whose experts are shared, from tables of modules that have all experts on each rank.
 
     Args:
         tables: of a model; those without experts, or already with an exchange, stay as they are.
@@ -70,7 +70,7 @@ class _More:
         self.recompute = recompute
 
     def of(self, values: IntArray, positions: IntArray) -> IntArray:
-        """A grid's values with those of modules with experts raised at so many positions."""
+        """A grid's values, raised at so many positions for modules with experts."""
         result = values.copy()
         exchange = np.rint(self.exchange.ns(positions)).astype(np.int64)
         more = round((self.exchange.imbalance - 1) * 1000)
@@ -83,7 +83,7 @@ class _More:
                 mlp == ABSENT, ABSENT, mlp + (mlp * more + 500) // 1000 + times * exchange
             )
         kept = values[self.experts, Quantity.STORED] * more // 1000
-        # Where nobody knows how a layer's peak is divided, attention has all of it; attention comes first.
+        # If nobody knows how a layer's peak is divided, attention has all of it; attention comes first.
         peak = self.experts if values[self.experts, Quantity.PEAK].any() else 0
         for kind, quantity in (
             (self.experts, Quantity.STORED),

@@ -44,7 +44,7 @@ PARTS: Mapping[str, Mapping[str, tuple[Part, Quantity]]] = {
     "stored_activation_mb": {part: (part, Quantity.STORED) for part in _STORED},
     "peak_activation_mb": {part: (part, Quantity.PEAK) for part in _WHOLE},
 }
-"""The tables of a key, by quantity and part, and what each says of which part. The memory of `postprocess`, of both
+"""The tables of a key, by quantity and part, and what each says of its part. The memory of `postprocess`, of both
 quantities, and `encoder_output` may be left out: the published files say nothing of them, and they count as 0."""
 
 

@@ -68,7 +68,7 @@ def megatron_flags(config: Mapping[str, Any]) -> Flags:
 
 
 def hugging_face_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelShape` besides the family, of a HuggingFace configuration; those that it lacks are missing."""
+    """The fields of `ModelShape`, except the family, that a HuggingFace configuration has."""
     flags = megatron_flags(config)
     fields = megatron_fields(megatron_arguments(flags))
     return fields if "ffn-hidden-size" in flags else {name: fields[name] for name in fields.keys() - {"ffn"}}

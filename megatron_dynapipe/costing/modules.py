@@ -63,7 +63,7 @@ def kinds_of(layers: Mapping[LayerKind, object]) -> tuple[Kind, ...]:
 
 
 def parameter_bytes(layers: Mapping[LayerKind, int], divisions: Mapping[LayerKind, Division]) -> dict[Kind, int]:
-    """Parameter bytes of modules from those of layers."""
+    """Parameter bytes of modules, from layers' bytes."""
     state: dict[Kind, int] = {}
     for layer, layer_bytes in layers.items():
         attention, mlp = _KINDS[layer]
@@ -98,7 +98,7 @@ class Dividing:
     seen: Callable[[Floats], Floats] = np.asarray
 
     def modules(self, layers: Layers) -> IntArray:
-        """Costs of modules from those of layers: `[kinds, len(Quantity), …]`, `ABSENT` where the layer's are."""
+        """Costs of modules, from layers' costs: `[kinds, len(Quantity), …]`, `ABSENT` where the layer's are."""
         present = [layer for layer in _KINDS if (layer, Quantity.FORWARD) in layers]
         kinds = kinds_of(dict.fromkeys(present))
         shape = layers["encoder", Quantity.FORWARD].shape
@@ -141,7 +141,7 @@ class Dividing:
         if division.peak is None:
             return
         mlp[Quantity.ENTRY_PEAK] = self._at_most(peak, layer, division.peak[1])
-        # In packed rows' own tables samples keep what attention's inside does besides, and peaks do not add up.
+        # In packed rows' own tables samples keep what else attention's inside does, and peaks do not add up.
         if (self.inside and self.linear) or not division.peak[0].inner:
             # What attention at a stage's end keeps is still held when the layer before it peaks in its backward.
             attention[Quantity.PEAK] = np.maximum(
@@ -155,7 +155,7 @@ class Dividing:
         return np.minimum(peak, np.floor(known)).astype(np.int64)
 
     def _experts(self, layers: Layers, attention: IntArray, mlp: IntArray) -> None:
-        """The costs of a layer with experts beside its attention, which is that of layers without."""
+        """The costs of a layer with experts apart from its attention, which costs as in layers without."""
         for quantity in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.STORED, Quantity.PEAK):
             before = attention[Quantity.STORED if quantity is Quantity.PEAK else quantity]
             mlp[quantity] = _difference(layers["expert", quantity], before)

@@ -110,7 +110,7 @@ def check_stages(pattern: str, *, stages: int, split: LayerSplit | None = None) 
 
 
 def each_alone(tables: CostTables) -> CostTables:
-    """Costs of modules of which each is a layer, from those of modules that are one layer in pairs.
+    """Costs of modules that are a layer each, from the costs of modules that are one layer in pairs.
 
     Recomputed in full, every layer keeps its input; and an MLP may follow anything, so that it has its own peak.
     """

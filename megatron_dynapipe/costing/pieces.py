@@ -1,4 +1,4 @@
-"""The costs of a piece of a sample to a layer beside those of a whole sample of as many positions.
+"""What a piece of a sample costs a layer more than a whole sample of as many positions.
 
 A sample is cut along its sequence into pieces that run one after another, each with the keys and values of those before
 it. With n own positions after m earlier ones a piece costs what a whole sample of n positions does, and

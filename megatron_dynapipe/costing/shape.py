@@ -24,7 +24,7 @@ _AtLeastZero = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Feed-forward networks of which a router gives each token some.
+    """Feed-forward networks; a router gives each token some of them.
 
     Attributes:
         count: of a layer.
@@ -82,7 +82,7 @@ def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[in
 
 
 def megatron_fields(args: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, Any]:
-    """Fields of `ModelShape` besides the family, as Megatron's arguments say them.
+    """The fields of `ModelShape`, except the family, as Megatron's arguments say them.
 
     Args:
         args: the arguments by attribute of Megatron's namespace. What is absent or None has Megatron's default; heads
@@ -156,7 +156,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         hidden, heads, kv_channels, ffn: widths; `kv_channels` of one head.
         vocabulary: rows of the word embeddings, before `vocabulary_multiple`.
         vocabulary_multiple: the rows are rounded up to this times the tensor-parallel ranks, as in memory.
-        query_groups: heads of keys and values; 0 for as many as of queries.
+        query_groups: heads of keys and values; 0 if they are as many as the queries'.
         gated: whether the feed-forward network multiplies by a gate (SwiGLU): three matrices in place of two.
         fused: gates, RMSNorms, dropouts and biased attention run in kernels that keep what GPUs' do; on a CPU they are
             several operations, whose results are kept too.

@@ -8,11 +8,11 @@ from megatron_dynapipe.core.model import PipelineLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModules:
-    """The modules of one virtual stage besides the head.
+    """The modules of one virtual stage, without the head.
 
     Attributes:
         encoder, decoder: the stage's modules, by their index in the encoder and in the decoder; either may be empty.
-            Where a layer has two, 2 n and 2 n + 1 are the attention and the MLP of layer n.
+            If a layer has two, 2 n and 2 n + 1 are the attention and the MLP of layer n.
         encoder_depth, decoder_depth: modules of the whole model.
     """
 

@@ -79,7 +79,7 @@ def parameter_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
 
 
 def _outside_layers(stage: StageModules, state: ModelState, ends: EndState) -> int:
-    """Parameter bytes of a virtual stage besides its layers'."""
+    """Parameter bytes of a virtual stage outside of its layers."""
     is_t5 = stage.decoder_depth > 0
     head = stage.ends_decoder if is_t5 else stage.ends_encoder
     total = attends(stage.encoder) * ends.encoder_tables + attends(stage.decoder) * ends.decoder_tables

@@ -181,7 +181,7 @@ def _power_mean(work: Floats, floor: float, sharpness: float) -> Floats:
 
 
 def coordinates(shapes: Floats) -> Floats:
-    """Where a shape lies, for distances: octaves of its tokens first, then of its lengths, which count for less."""
+    """A shape's coordinates, for distances: octaves of its tokens first, then of its lengths, which count for less."""
     b = shapes[:, 0]
     if shapes.shape[1] == 2:
         q = shapes[:, 1]

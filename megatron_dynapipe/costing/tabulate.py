@@ -1,4 +1,4 @@
-"""From measured points to the tables of a cost model file: fit, fill a grid, keep the measurements beside it.
+"""From measured points to the tables of a cost model file: fit, fill a grid, keep the measurements with it.
 
 Costs of packed rows are fitted to a few measured rows: a part linear in a row's positions, and attention per sample.
 
@@ -167,7 +167,7 @@ def fit_part(rows: Sequence[RowSample], within: Shape, *, attends: bool = True) 
 
 
 def row_terms(inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, ...]:
-    """The terms that a row's coefficients are multiplied by: those of the linear part first.
+    """The terms that a row's coefficients are multiplied by: the linear part's first.
 
     Args:
         inputs: positions of the samples' inputs.

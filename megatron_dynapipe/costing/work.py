@@ -63,7 +63,7 @@ class Workload:
         return self.shared_bytes + self.split_bytes
 
     def then(self, other: "Workload") -> "Workload":
-        """Both parts, one after the other in a layer, of which full recomputation keeps the first one's input."""
+        """Both parts, one after the other in a layer; full recomputation keeps the first one's input."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return Workload(**sums | {"input_bytes": self.input_bytes})
 
@@ -110,7 +110,7 @@ class LayerWork:
         return self.self_attention(b, t).then(self._attention(b, t, s))
 
     def _latent_attention(self, b: Floats, q: Floats, latent: Latent) -> Workload:
-        """Attention with compressions, of which sequence parallelism alone divides the work and what it keeps."""
+        """Attention with compressions; sequence parallelism alone divides their work and what they keep."""
         shape, positions = self.shape, b * q
         h, o = shape.hidden, shape.attended_channels
         divided = 1 if self.sequence_parallel else self.tensor_parallel
@@ -211,8 +211,8 @@ class LayerWork:
     def head_memory(self, b: Floats, q: Floats) -> tuple[Floats, Floats]:
         """Bytes that the head and the loss keep for their backward, and the most that they hold, over q positions.
 
-        Kept are the logits, in the model's own type, and the norm's output. Beside them there are for a time the
-        logits' gradient, and the gradients of input and weight, unless that is frozen (`megatron.hooks.cross_entropy`).
+        Kept are the logits, in the model's own type, and the norm's output. For a time there are also the
+        logits' gradient and the gradients of input and weight, unless that is frozen (`megatron.hooks.cross_entropy`).
         """
         rows = self.shape.rows(self.tensor_parallel) / self.tensor_parallel
         logits = b * q * rows

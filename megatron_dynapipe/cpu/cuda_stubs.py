@@ -31,7 +31,7 @@ def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def gathering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a stub: gathers rows of which ranks have different numbers, by an exchange, as gloo gathers equal ones."""
+    """Makes a stub: gathers rows by an exchange if ranks have different numbers of them, as gloo gathers equal ones."""
 
     @functools.wraps(original)
     def gather(rows: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:

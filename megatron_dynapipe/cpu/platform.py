@@ -104,7 +104,7 @@ def enable(device: Device = "auto") -> bool:
 
 
 def _hide(packages: Iterable[str]) -> None:
-    """Let imports of installed packages fail as those of missing ones do."""
+    """Let imports of installed packages fail as if they were missing."""
     for package in packages:
         if package not in sys.modules and importlib.util.find_spec(package) is not None:
             sys.modules[package] = None  # type: ignore[assignment]  # what the import system takes for "not there"

@@ -128,7 +128,7 @@ IN_MEGATRON: tuple[Stub, ...] = (
         )
     ),
 )
-"""Names of Megatron's own, replaced after those of torch: finding them imports Megatron."""
+"""Names in Megatron, replaced after torch's: finding them imports Megatron."""
 
 SILENCED: tuple[Stub, ...] = tuple(
     Stub(owner=f"megatron.training.{module}", name=name, make=stubs.always(stubs.nothing), why=why)

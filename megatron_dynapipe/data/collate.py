@@ -12,7 +12,7 @@ packed, sequences a b c d and x y z         packed, inputs a b c and d, targets 
   loss mask 1 1 1 1 1 0 0 0                 labels          x y $ . z $ . .
                                             loss mask       1 1 1 0 1 1 0 0
 
-decoder-only, losses of targets d and z, of which alone the head is run
+decoder-only, losses of targets d and z: the head runs for these alone
   rows      2 4 0 0 0 0 0 0                 labels d z b b b b b b      loss mask 1 1 0 0 0 0 0 0
 """
 
@@ -243,7 +243,7 @@ def sample_numbers(lengths: Sequence[int], size: int, positions: int) -> npt.NDA
     Args:
         lengths: positions of every sample.
         size: rows, b; one holds all samples, one after another.
-        positions: of a row, s.
+        positions: positions of a row, s.
     """
     if size == 1:
         return np.repeat(np.arange(len(lengths) + 1), (*lengths, positions - sum(lengths)))[:, None]

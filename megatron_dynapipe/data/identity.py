@@ -1,4 +1,4 @@
-"""Which dataset this is: digests of its files, held against its manifest and against those of other nodes.
+"""Which dataset this is: digests of its files, compared with its manifest and with other nodes' digests.
 
 Each sample has a checksum, too, which is compared whenever it is read; `data verify` reads them all.
 """
@@ -36,12 +36,12 @@ class FileDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def checksums_path(prefix: Path) -> Path:
-    """Where a split keeps the checksum of each sample: uint32[samples], CRC-32 of the bytes of its tokens."""
+    """The file in which a split keeps each sample's checksum: uint32[samples], CRC-32 of the bytes of its tokens."""
     return prefix.with_name(prefix.name + ".crc32.npy")
 
 
 def lost_path(prefix: Path) -> Path:
-    """Where a split keeps what was not written of samples: uint64[samples], a bit for each of the manifest's names."""
+    """The file that says what was not written of samples: uint64[samples], a bit for each name in the manifest."""
     return prefix.with_name(prefix.name + ".lost.npy")
 
 

@@ -1,6 +1,6 @@
 """A rank's iterator over planned iterations, fetched and collated ahead of training.
 
-On GPUs the thread copies a micro-batch's tensors into one pinned buffer, of which they become views. A copy to the
+On GPUs the thread copies a micro-batch's tensors into one pinned buffer; they become views of it. A copy to the
 device from other memory waits for the device's work, and pinning takes time of the host: here it is not the training
 thread's.
 

@@ -52,7 +52,7 @@ def write_learned(
         splits: samples of training, validation and test, by the splits' names; None where nothing of one is learned.
         source: where they come from, in words.
         task: the name of their only task.
-        vocabulary_size: of the tokenizer.
+        vocabulary_size: the tokenizer's.
         pad_id: rows are filled up with it.
         eos_id: ends a text.
 

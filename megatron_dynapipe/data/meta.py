@@ -64,7 +64,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         rates: how often each task is drawn in training, where not by its size.
         sides: where inputs lose tokens that are too long for a run, by task, of tasks of which it is not their end.
         loss: which tokens of decoder-only samples count if nothing else is asked for: "targets", what the model will
-            have to write itself, or "everything", as of plain text alone.
+            have to write itself, or "everything", as in plain text.
         lengths: training samples by the power of two that their input and their target do not exceed.
         vocabulary_size: token ids are smaller than this.
         pad_id: fills micro-batches up to their shape, where it never counts; the end token where a tokenizer has no
@@ -74,7 +74,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         max_input_length: no input has more tokens than this.
         max_target_length: no target has more tokens than this, without its end token.
         tokenizer: fingerprint of the tokenizer.
-        content_hash: of all samples, their order and their tokenizer.
+        content_hash: hash of all samples, their order and their tokenizer.
         recipe: digest of sources, mixture and settings: equal where preparing again would give the same.
         files: digests of the splits' files; empty in datasets that were made before there were any.
     """
@@ -114,7 +114,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def task_sides(self) -> tuple[TruncationSide, ...]:
-        """Where inputs lose tokens in training, by the index of their task; a single side where it is that of all."""
+        """The side at which inputs lose tokens in training, by index of task; a single one if all tasks share it."""
         sides = tuple(self.sides.get(task, TruncationSide.RIGHT) for task in self.tasks)
         return sides if len(set(sides)) > 1 else sides[:1] or (TruncationSide.RIGHT,)
 

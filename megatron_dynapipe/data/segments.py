@@ -1,11 +1,11 @@
-"""Where samples stand in a micro-batch; those of a packed row in the form that attention over it takes.
+"""The places of samples in a micro-batch; in a packed row in the form that attention over it takes.
 
     row         a a a b b c c c c . . .      rounded up; the tail is a segment of its own
     offsets     0     3   5       9     12   one more than there are segments
     positions   0 1 2 0 1 0 1 2 3 0 1 2      they start again with every segment
 
 Every row has a last segment for its tail, which may be empty: then the segments of a T5's two rows match one to one.
-A segment may be a piece of a sample: its positions go on from those of the pieces before it, whose keys it attends to.
+A segment may be a piece of a sample: its positions go on from the pieces before it, whose keys it attends to.
 
 Rows of padded samples have masks instead, in the form of Megatron's local layers: True where attention is forbidden.
 They depend on the key alone (and causality), never on whether the query is padding:
@@ -110,7 +110,7 @@ class RowSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """Where each sample begins among a micro-batch's positions, counted through all its rows."""
+    """The place at which each sample begins among a micro-batch's positions, counted through all its rows."""
 
     input_starts: Sequence[int]
     target_starts: Sequence[int]

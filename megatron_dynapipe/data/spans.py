@@ -17,7 +17,7 @@ Tokens = npt.NDArray[Any]
 
 
 class LossOn(enum.StrEnum):
-    """The tokens of a decoder-only sample that count: those of the target (and of earlier turns), or all."""
+    """The tokens of a decoder-only sample that count: the target's (and those in earlier turns), or all."""
 
     TARGETS = "targets"
     EVERYTHING = "everything"
@@ -55,7 +55,7 @@ def kept_pair(
     """What is kept of the input and of the target of a sample that is planned with these lengths; raises as `sequence`.
 
     Args:
-        cutter: of the split.
+        cutter: cuts the split's samples.
         sample: its number.
         pair: its tokens in the dataset.
         planned: tokens of input and target; of a decoder-only sample those of both, and 0.

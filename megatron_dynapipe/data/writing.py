@@ -46,7 +46,7 @@ def write_index(
 
     Args:
         prefix: path of the two files without their endings.
-        dtype: of a token.
+        dtype: a token's type.
         samples: their number.
         lengths: gives tokens of every input and target in turn, in any number of pieces; called twice.
     """

@@ -40,7 +40,7 @@ class Specialization:
     Attributes:
         boundaries: by the virtual stage before the boundary; those of this rank's stages.
         runs: by virtual stage of this rank.
-        keys: of the batch, that each virtual stage of this rank reads.
+        keys: the batch's keys that each virtual stage of this rank reads.
     """
 
     boundaries: Mapping[int, Boundary]
@@ -130,7 +130,7 @@ class Part(nn.Module):
         self.specialize(batches, autocast)
 
     def saved_names(self) -> dict[str, str]:
-        """By its name on this rank, the name under which a weight is saved; the others are saved under their own."""
+        """The name under which a weight is saved, by its name on this rank; other weights are saved under their own."""
         return {name: first for first, places in self.holders().items() for _, name in places}
 
     def use_shapes(self, shapes: Any) -> None:

@@ -120,7 +120,7 @@ class LossScale:
         self._scaler.update()
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """The state that a checkpoint keeps."""
         state = self._scaler.state_dict()
         return {"loss_scale": state["scale"], "good_steps": state["_growth_tracker"]} if state else {}
 

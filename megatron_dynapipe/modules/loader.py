@@ -91,10 +91,10 @@ class ModulePlanner:
     """A `Planner` for the stages of a divided model; every virtual stage counts as one layer with its own costs.
 
     Args:
-        costs: of the segments, or the path of their file.
+        costs: the segments' costs, or the path of their file.
         stage_of: the virtual stage of each segment, `part.stage_of`.
         stages, replicas: ranks of a pipeline, and its replicas.
-        memory_limit_bytes: of one device.
+        memory_limit_bytes: memory of one device.
         network: links between devices; by default the links that the costs were measured with.
         schedule: how passes are ordered.
         transfers: when transfers are started; None takes the rules of GPUs if there is one, else of gloo.
@@ -196,11 +196,11 @@ class DynaPipeDataLoader:
         global_batch_size: samples of an iteration over all replicas, or
         tokens_per_batch: positions of an iteration's samples together, at most.
         planner: makes micro-batches and the order of their passes.
-        lengths: of every sample, in positions, or a function from a sample to its own; by default the first dimension
+        lengths: every sample's, in positions, or a function from a sample to its length; by default the first dimension
             of its first tensor. Without numbers, the dataset is read through once.
         collate_fn: from samples and the planned length to a batch; by default `Pad()`.
         shuffle: draw another order of the samples for every epoch.
-        seed: of that order.
+        seed: draws that order.
         drop_last: leave out an epoch's last, smaller batch.
         **arguments: of `torch.utils.data.DataLoader`.
 

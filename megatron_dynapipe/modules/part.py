@@ -19,7 +19,7 @@ _MOST_SPECIALIZATIONS = 4096
 
 
 Kind = tuple[bool, torch.dtype | None, str, str, str]
-"""All that a trace depends on besides sizes: training, autocast, type of device, constants, attributes."""
+"""All that a trace depends on, other than sizes: training, autocast, type of device, constants, attributes."""
 
 
 def kind_of(

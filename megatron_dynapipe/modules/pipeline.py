@@ -96,11 +96,11 @@ class Pipeline:
         schedule: order of passes without a plan: "1f1b", "gpipe" or "adaptive".
         tensor_shapes: shapes of the tensors at every boundary of a `Stage`, or a function from a micro-batch to them;
             without them, stages exchange theirs once for every new shape of a micro-batch.
-        loss_scale: of fp16; by default `torch.amp.GradScaler("cpu")`, whose state lives on the host.
+        loss_scale: scales losses in fp16; by default `torch.amp.GradScaler("cpu")`, whose state lives on the host.
         timeout_s: deadline of every transfer.
 
     Attributes:
-        norm: of the last step's gradients before clipping; None where nothing asked for it.
+        norm: the norm of the last step's gradients before clipping; None if nothing asked for it.
         trace: when the last iteration's instructions ran on this rank.
     """
 
@@ -192,8 +192,8 @@ class Pipeline:
         """`step` with micro-batches as they are, in the order of passes that a plan says.
 
         Args:
-            micro_batches: of this replica; it may have none.
-            plan: of this iteration, as `DynaPipeDataLoader` yields it; None runs them in this pipeline's schedule.
+            micro_batches: this replica's; it may have none.
+            plan: this iteration's, as `DynaPipeDataLoader` yields it; None runs them in this pipeline's schedule.
             return_outputs: as in `step`.
         """
         return self._train(lambda: (self._named(micro_batches), plan), keep_outputs=return_outputs)

@@ -49,8 +49,8 @@ def profile_module(
         sizes: samples of a micro-batch.
         lengths: positions of a sample.
         split_points: places at which the model may be divided, as `split_model` takes them; by default its CutPoints.
-        name: of the model, for people.
-        repeats: of every measurement, of which the median is taken.
+        name: the model's, for people.
+        repeats: how often everything is measured; the median counts.
 
     Raises:
         ConfigError: as `split_model`.

@@ -43,7 +43,7 @@ from megatron_dynapipe.core.errors import ConfigError
 Shapes = Mapping[str, tuple[int, ...]]
 """Sizes of a batch's tensors, by name."""
 Evaluate = Callable[[tuple[int, ...]], tuple[Any, ...]]
-"""Values of expressions, given those of the symbols."""
+"""Values of expressions, given the symbols' values."""
 
 _KEPT_SIZES = 4096
 """Sets of sizes whose values are kept: micro-batches of a run come again."""
@@ -181,7 +181,7 @@ class ForwardRecorder(TorchFunctionMode):
     """Sees every operation while the block lasts; those inside a whole module are not recorded.
 
     Attributes:
-        segment: of the nodes to come.
+        segment: the segment of the nodes to come.
         sizes: numbers that depend on the batch's sizes, and their places among the sizes that stages are given.
     """
 
@@ -385,4 +385,4 @@ _SHAPES_ALONE: Mapping[Any, Callable[..., Any]] = {
     F.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
 }
-"""Operations of which the output's shape is all that is wanted: choosing their kernels asks for sizes as numbers."""
+"""Operations whose output's shape is all that is wanted: choosing their kernels asks for sizes as numbers."""

@@ -54,8 +54,8 @@ def split_model(
         stages: virtual stages, where there are more places to divide at than are needed; they are evened out by
             `costs`, else by numbers of parameters. By default one per rank of a pipeline, or one more than there are
             split points. A multiple of the ranks gives every rank as many virtual stages.
-        costs: of the segments between cuts, from `profile_module`, or the path of its file.
-        memory_limit_bytes: of one device, where costs are given.
+        costs: the costs of the segments between cuts, from `profile_module`, or the path of its file.
+        memory_limit_bytes: memory of one device, if costs are given.
         shared_weights: pairs of names of parameters that are to be one weight, besides those that the model shares.
         replicas: data-parallel replicas of the pipeline.
         labels: keys of a batch that only the loss reads.

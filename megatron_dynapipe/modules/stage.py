@@ -55,7 +55,7 @@ class Stage(Part):
     The last one returns what the loss function takes.
 
     Args:
-        module: of this rank.
+        module: this rank's.
         example_batch: an example with every key of the batches to come.
         replicas: data-parallel replicas of the pipeline.
         labels: keys of a batch that only the loss reads.
@@ -63,7 +63,7 @@ class Stage(Part):
         ranks: this rank's place, where it is another than `replicas` says.
 
     Attributes:
-        tracker: of what crosses this stage's boundaries.
+        tracker: tracks what crosses this stage's boundaries.
 
     Raises:
         ConfigError: on every rank alike: a shared module that another stage does not hold.

@@ -133,7 +133,7 @@ class _UnevenRanks(Ranks):
 
 
 class _SlicedStage(Stage):
-    """A stage of which every rank runs its slice of each unit."""
+    """A stage with several ranks; each runs its slice of every unit."""
 
     ranks: _UnevenRanks
 
@@ -249,7 +249,7 @@ def stage_of_plan(layers: Sequence[nn.Module], plan_stages: Sequence[tuple[int, 
     """A stage's layers of a model that is a chain of modules.
 
     Args:
-        layers: of the whole model, one for each layer of the profile.
+        layers: the whole model's, one for each layer of the profile.
         plan_stages: (first layer, end) of every stage.
         stage: which.
 

@@ -30,7 +30,7 @@ class IterationRecord(_Record, frozen=True, tag="iteration"):
     measured_ns: int
     """Time from the moment the plan was there to the end of its last instruction."""
     predicted_ns: int
-    """By the plan, for the slowest replica."""
+    """The plan's prediction for the slowest replica."""
     plan_wait_ns: int
     """Time spent waiting for the plan, before `measured_ns` begins."""
     totals: Totals
@@ -72,7 +72,7 @@ class RunRecord(_Record, frozen=True, tag="run"):
     evaluated: dict[str, int] = {}
     """How many of a split's samples an evaluation runs, by split."""
     about: dict[str, str] = {}
-    """For people: command, model, data, layout, machine, optimizer, versions, the time at which it began."""
+    """The run in words: command, model, data, layout, machine, optimizer, versions, the time at which it began."""
 
 
 class StageRecord(_Record, frozen=True, tag="stage"):
@@ -94,9 +94,9 @@ class StageRecord(_Record, frozen=True, tag="stage"):
     planned_activation_bytes: int
     """The most that passes hold at a time, by the plan, without model state."""
     reduction_ns: int = 0
-    """Of `between_ns`, what passed until gradients were final: reductions that passes had not hidden."""
+    """The part of `between_ns` until gradients were final: reductions that passes had not hidden."""
     optimizer_ns: int = 0
-    """Of `between_ns`, what passed from then until Megatron's step was done: clipping, the optimizer, the schedule."""
+    """The part of `between_ns` from then until Megatron's step was done: clipping, the optimizer, the schedule."""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     losses: dict[str, tuple[float, float]] = {}
@@ -151,7 +151,7 @@ RECORD_TYPES = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Re
 MOST_BYTES = 16_000_000
 """Size of a rank's iterations: some ten thousand in full."""
 MOST_TIMELINES = 32
-"""Timelines of a rank, besides the last iteration's."""
+"""The most timelines of a rank, in addition to the last iteration's."""
 MOST_EVALUATIONS = 256
 """Evaluations of a rank and split: a task's losses take some 50 bytes in each."""
 
@@ -167,8 +167,8 @@ class RecordFile:
     of evaluations, which come at any distance, every second one goes when there are too many.
 
     Args:
-        path: of the file; one of an earlier run is replaced by the first record.
-        most_bytes: of iterations; timelines and evaluations come on top.
+        path: the file's; one of an earlier run is replaced by the first record.
+        most_bytes: the most bytes of iterations; timelines and evaluations come on top.
     """
 
     def __init__(self, path: Path, *, most_bytes: int = MOST_BYTES) -> None:

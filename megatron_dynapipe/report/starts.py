@@ -1,7 +1,7 @@
-"""The folders of a run's records: a job that goes on after nodes came or went keeps those of its earlier starts.
+"""The folders of a run's records: a job that goes on after nodes came or went keeps its earlier starts' records.
 
-What is not known to be a run's is never deleted: files that do not hold records, and whatever lies beside those of a
-start.
+What is not known to be a run's is never deleted: files that do not hold records, and whatever else lies in a start's
+folder.
 
 RUN_DIR/start-1/rank-0.jsonl …     iterations 0 to 19, of four ranks
 RUN_DIR/start-2/rank-0.jsonl …     iterations 20 to 44, of two
@@ -58,7 +58,7 @@ def check_records(folder: Path) -> None:
 
 
 def keep_earlier(folder: Path, begun: RunRecord) -> None:
-    """Make room for the records of a start: those of the starts that it goes on from stay, others are deleted.
+    """Make room for the records of a start: records of starts that it goes on from stay, others are deleted.
 
     Raises:
         ConfigError: as `check_records`; nothing is deleted or moved then.

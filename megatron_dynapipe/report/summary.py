@@ -53,7 +53,7 @@ class Summary:
     tokens_per_second: float
     """Real tokens, over all but the warm-up iteration where there are others."""
     mfu: float | None
-    """Of the devices' peak, over the time that tokens per second are of; None where that is not known."""
+    """Share of the devices' peak, over the time that tokens per second count; None if it is not known."""
     measured_ms: float
     """Median per iteration."""
     predicted_ms: float
@@ -86,13 +86,13 @@ def summarise(
     """Sum up a run.
 
     Args:
-        records: of all iterations; where several replicas recorded one, its slowest counts and shapes are joined.
+        records: all iterations'; if several replicas recorded one, the slowest counts and shapes are joined.
         maximum: lengths that a run without planning would pad every sample to; its size is not looked at.
         computed_costs: whether the run began with computed costs: plans of them are scaled to this machine's time.
         starts: first iterations of the run's starts, which pay for starting up and count in no error and no rate.
         pictures: files to name.
-        memory: of all ranks.
-        stages: of all ranks.
+        memory: all ranks'.
+        stages: all ranks'.
 
     Raises:
         DataError: there are no records.

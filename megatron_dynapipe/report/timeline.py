@@ -107,7 +107,7 @@ def _draw_stage(axis: Axes, stage: int, events: Sequence[Event], scale: float) -
 
 
 def _draw_chains(axis: Axes, stage: int, events: Sequence[Event], chains: Sequence[Sequence[int]]) -> None:
-    """A stripe at the bottom of every pass of a sample that is cut; those of several samples above one another."""
+    """A stripe at the bottom of every pass of a sample that is cut; several samples' stripes above one another."""
     corners = []
     colours = []
     for event in events:

@@ -102,7 +102,7 @@ class MemoryCounts:
     """The allocator's counts so far.
 
     Attributes:
-        allocated_bytes: of tensors, at their peak since peaks were last reset.
+        allocated_bytes: bytes of tensors, at their peak since peaks were last reset.
         reserved_bytes: held of the device, likewise; what is above the tensors' is fragments, and free for later.
         retries: times that it gave its cache back to the device to find room, which waits for the device.
     """

@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of these bytes begin in their message, and its bytes."""
+    """The offsets of tensors of these bytes in their message, and its bytes."""
     starts = []
     end = 0
     for size in sizes:
@@ -83,7 +83,7 @@ _IDLE = _references(torch.empty(1, dtype=torch.uint8))
 
 
 def together(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A message's tensors lying as one: copies unless they do already, beside which those given need not be kept."""
+    """A message's tensors lying as one: copies, which need the given ones no longer, unless they do already."""
     if not tensors or in_place(tensors) is not None:
         return tensors
     _, parts = _apart(tensors)
@@ -100,7 +100,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def landing(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """Where a message arrives as one contiguous tensor, and what brings it to its tensors then; None if it is there."""
+    """The contiguous tensor in which a message arrives, and what brings it to its tensors then; None if it is there."""
     if (whole := in_place(tensors)) is not None:
         return whole, None
     buffer, parts = _apart(tensors)

@@ -32,12 +32,12 @@ def step_runner(
 
     Args:
         transport: moves tensors between stages.
-        device: of this rank.
+        device: this rank's.
         stage: this rank's place in its pipeline.
         stages: ranks of the pipeline.
         chunks: virtual stages of each rank.
-        dtype: of the tensors that cross stage boundaries.
-        deadline_s: of every transfer; on CUDA a watchdog reports a device that is about to miss it.
+        dtype: the type of the tensors that cross stage boundaries.
+        deadline_s: the deadline of every transfer; on CUDA a watchdog reports a device that is about to miss it.
         control: the group over which losses are added up; None where somebody else does it.
 
     Returns:

@@ -31,7 +31,7 @@ class ScatterGatherTransport:
     Args:
         transport: carries the shards.
         group: the stage's tensor-parallel ranks; a group of its own, so that gathers match no other collective.
-        stage: of this rank.
+        stage: this rank's.
         is_sharded: gives the same answer on both ends of every boundary.
     """
 

@@ -1,4 +1,4 @@
-"""Weights of which several stages hold copies: tied embeddings, tables of position biases.
+"""Weights that several stages hold copies of: tied embeddings, tables of position biases.
 
     virtual stage       0        1        2        3           over two ranks with two chunks each:
     word embeddings     •                 •        •           rank 0 holds two copies, rank 1 one
@@ -35,9 +35,9 @@ class SharedWeights:
     """All shared weights of a model, as far as this rank has to do with them. Every rank makes it at the same point.
 
     Args:
-        weights: in the same order on every rank.
+        weights: the weights, in the same order on every rank.
         pipelines: global ranks of every pipeline of the job, by stage.
-        backend: of the groups over which gradients are summed; None takes the default group's.
+        backend: the groups' over which gradients are summed; None takes the default group's.
         timeout_s: deadline of every reduction; None takes torch's.
     """
 

@@ -122,9 +122,9 @@ def from_rank_0(name: str, make: Callable[[], str], *, timeout_s: float) -> str:
     """A text that rank 0 makes for all; without a store every rank makes it.
 
     Args:
-        name: of the text, once in a start of the ranks; stands in errors.
+        name: the text's, used once in a start of the ranks; it stands in errors.
         make: makes it, on rank 0.
-        timeout_s: for rank 0.
+        timeout_s: how long rank 0 may take.
 
     Raises:
         ConfigError: on the other ranks: rank 0 raised an error, which says the same, or took longer than `timeout_s`.
@@ -164,7 +164,7 @@ class StartGroup:
     """The ranks of a start, which exchange texts over its store; every rank calls the methods, in the same order.
 
     Args:
-        name: of the exchange, once in a start of the ranks.
+        name: the exchange's, used once in a start of the ranks.
         timeout_s: a rank that does not take part for this long fails the others.
     """
 

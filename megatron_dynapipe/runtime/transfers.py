@@ -44,7 +44,7 @@ class PooledTransfers:
         transport: moves tensors between stages.
         device: that messages lie on.
         stages: ranks of the pipeline.
-        dtype: of the tensors that cross stage boundaries.
+        dtype: the type of the tensors that cross stage boundaries.
     """
 
     def __init__(self, transport: Transport, device: torch.device, *, stages: int, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class PooledTransfers:
 
     @property
     def handlers(self) -> Handlers:
-        """Of every kind of transfer."""
+        """The handlers of every kind of transfer."""
         return {
             SendStart: self._start_send,
             SendWait: self._wait_send,
@@ -70,7 +70,7 @@ class PooledTransfers:
         }
 
     def begin(self, plan: StagePlan, dtypes: Dtypes | None) -> None:
-        """A list begins, whose tensors are of these dtypes; None for those of all lists."""
+        """A list begins whose tensors have these dtypes; None for the dtypes of all lists."""
         self._stage = plan.stage
         self._dtypes = dtypes or self._default
         largest = _largest_messages(plan, self._dtypes)

@@ -108,8 +108,8 @@ class ListWatchdog(AbstractContextManager["ListWatchdog"]):
     """Reports the instruction at which a device stands still, once; give it to `PipelineExecutor(watch=…)`.
 
     Args:
-        deadline_s: of the process groups.
-        name: of this rank, for the message.
+        deadline_s: the process groups' deadline.
+        name: this rank's, for the message.
         report: takes the message; standard error by default.
         begin: called in the watchdog's thread before it looks at a device.
     """

@@ -3,10 +3,10 @@
     epoch 0               epoch 1
     ├─────┼─────┼───┊─────┼─────┼────            continue: a batch goes on into the next epoch
     ├─────┼─────┼───┼─────┼─────┼─────┼          keep: an epoch's last batch is smaller
-    ├─────┼─────┼╌╌╌├─────┼─────┼─────┼          drop: what is left of an epoch is left out
+    ├─────┼─────┼╌╌╌├─────┼─────┼─────┼          drop: the rest of an epoch is left out
 
 A batch of tokens is closed before it would exceed them; a sample that exceeds them alone is a batch of its own. Nothing
-is read but lengths: an iteration's place is found by going through those of the samples before it, 10 million a second.
+is read but lengths: to find an iteration's place it reads the lengths before it, 10 million a second.
 
 The stream is in an order, endless, epoch after epoch:
 
@@ -52,8 +52,8 @@ class Batches:
 
     Args:
         per_epoch: samples of an epoch.
-        samples: of a batch; or
-        tokens: of a batch at most, with
+        samples: samples of a batch; or
+        tokens: tokens of a batch at most, with
         lengths: tokens of the samples at places `first` … `stop - 1` of the stream.
         last: what becomes of an epoch's end.
         epochs: after which the stream ends; None for never.
@@ -227,7 +227,7 @@ def permuted(places: Places, sizes: Places | int, keys: npt.NDArray[np.uint64]) 
 
     Args:
         places: int64[n], each in 0 … size - 1.
-        sizes: of the permutation of each place; at least 1.
+        sizes: the size of each place's permutation; at least 1.
         keys: choose the permutation of each place.
     """
     values = np.asarray(places).astype(_U)
@@ -300,7 +300,7 @@ class TaskDraws:
         self.per_epoch = int(self._ends[-1])
 
     def rows(self, first: int, stop: int) -> Rows:
-        """As `ShuffledEpochs.rows`."""
+        """Does what `ShuffledEpochs.rows` does."""
         epochs, offsets = np.divmod(np.arange(first, stop), self.per_epoch)
         places = permuted(offsets, self.per_epoch, key_of(self._seed, _OF_EPOCH, epochs))
         tasks = np.searchsorted(self._ends, places, side="right")
@@ -315,7 +315,7 @@ class TaskDraws:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskRows:
-    """Where the rows of each task lie: from `starts` on, among all rows or in `order`.
+    """The rows of each task: from `starts` on, among all rows or in `order`.
 
     Attributes:
         tasks: those that have rows.

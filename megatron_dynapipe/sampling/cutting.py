@@ -7,7 +7,7 @@ input a b c d e f g h, target x y z; 8 tokens in all
 input a b C d e f G h with earlier answers C and G, target x y z; 8 tokens in all
   left       . . . d e f G h   x y z      whole turns go: what is kept begins after an answer, if that fits
 
-A target loses tokens only where it does not fit beside one token of the input, and then its last ones. So every
+A target loses tokens only if it does not fit next to one token of the input, and then its last ones. So every
 sample keeps something to learn. Inputs and targets of a T5 have limits of their own.
 
 The same rule gives the lengths and labels that plans are made from (`sampler`) and the tokens that are trained
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class TruncationSide(enum.StrEnum):
-    """Where an input that is too long loses tokens: at its end, at its beginning, or in its middle."""
+    """The part of an input that loses tokens if it is too long: its end, its beginning, or its middle."""
 
     RIGHT = "right"
     LEFT = "left"
@@ -107,7 +107,7 @@ class Cutter:
         return inputs + cut.target, np.zeros_like(inputs)
 
     def learned(self, ids: Ints, inputs: npt.NDArray[Any], cut: Cut) -> Ints:
-        """Kept tokens that are learned where targets are: those of targets and, in one sequence, of earlier answers."""
+        """Kept tokens that are learned if targets are: the targets' and, in one sequence, the earlier answers'."""
         if self.family.is_encoder_decoder or not len(self.spans.rows):
             return cut.target
         before = self.spans.tokens_before
@@ -129,7 +129,7 @@ class Cutter:
         return learned - (before(ids, first + 1) - before(ids, first))
 
     def planned(self, sample: int, inputs: int, targets: int, lengths: tuple[int, int]) -> tuple[int, int, int]:
-        """What is kept of one sample that is planned with some lengths: head, tail and target, as of a `Cut`.
+        """What is kept of one sample that is planned with some lengths: head, tail and target, as in a `Cut`.
 
         Args:
             sample: its number.

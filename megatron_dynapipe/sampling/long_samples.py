@@ -111,7 +111,7 @@ class UsableSamples:
         return self.cutter.labels(ids, inputs, cut).astype(np.int32)
 
     def long(self) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Of every part of the table: its samples, those that are too long, and how many tokens to learn these lose."""
+        """For every part of the table: its samples, how many are too long, and how many tokens to learn these lose."""
         skips = self.settings.long_samples is LongSamples.SKIP
         for start in range(0, len(self.table), _AT_ONCE):
             ids = np.arange(start, min(start + _AT_ONCE, len(self.table)))

@@ -21,7 +21,7 @@ from megatron_dynapipe.sampling.long_samples import LongSampleReport, LongSample
 from megatron_dynapipe.sampling.spans import SpanTable
 
 MOST_SHUFFLED = 2**22
-"""Samples of which a permutation is kept in memory; of more, places are computed one by one."""
+"""The most samples whose permutation is kept in memory; places of more are computed one by one."""
 
 
 class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

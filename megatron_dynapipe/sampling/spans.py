@@ -1,4 +1,4 @@
-"""Parts of inputs that are to be learned besides targets: earlier turns of an assistant, in a file beside lengths."""
+"""Parts of inputs that are learned as targets are: an assistant's earlier turns, in a file next to the lengths."""
 
 import io
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _MOST_BYTES = 2**36
 
 
 def spans_path(prefix: Path) -> Path:
-    """Where a split keeps parts of inputs that are to be learned, too: int64[m, 3], (sample, first, end)."""
+    """The file in which a split keeps parts of inputs that are learned, too: int64[m, 3], (sample, first, end)."""
     return prefix.with_name(prefix.name + ".spans.npy")
 
 
@@ -28,10 +28,10 @@ _PLACES = 2**32
 
 @dataclass(frozen=True, eq=False)
 class SpanTable:
-    """Parts of inputs that are to be learned besides targets.
+    """Parts of inputs that are learned in addition to targets.
 
     Attributes:
-        rows: int64[m, 3], (sample, first, end), in rising order, those of a sample one behind another.
+        rows: int64[m, 3], (sample, first, end), in rising order, a sample's parts one behind another.
     """
 
     rows: npt.NDArray[np.int64]

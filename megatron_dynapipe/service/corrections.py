@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import msgspec
 
 Percents = tuple[tuple[int, int, int], ...]
-"""As `PlannerSettings.corrections`."""
+"""The form of `PlannerSettings.corrections`."""
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of training iterations from one on.
+    """A correction of costs, for training iterations from one on.
 
     Attributes:
         number: from 1.
         first_iteration: the first that is planned with it.
-        percents: of what costs say, not of what the one before has made of them.
+        percents: percent of what costs say, not of what the previous correction has made of them.
     """
 
     number: int

@@ -55,7 +55,7 @@ def told(gain: float, both: str, *, stages: int) -> str:
     Args:
         gain: time of rows over that of the plan.
         both: these times, in words.
-        stages: of the pipeline.
+        stages: the number of the pipeline's stages.
     """
     elsewhere = "`megatron-dynapipe tune` compares each on its own best layout"
     if gain < 1 - NOTHING:

@@ -71,7 +71,7 @@ class PlannedSplits:
 
 
 def drawn_by(files: Mapping[str, str]) -> dict[str, str]:
-    """Of digests of a dataset's files, by name, those of the files by which samples are drawn."""
+    """The digests, by name, of those files of a dataset by which samples are drawn."""
     return {name: digest for name, digest in files.items() if name.endswith(_DRAWN_BY)}
 
 

@@ -45,8 +45,8 @@ class PlanSource:
         store: where planners publish them; None makes all of them here.
         keys: names of this job's plans.
         who: this rank, for messages.
-        deadline_s: of one plan.
-        planners: of the job.
+        deadline_s: the deadline of one plan.
+        planners: the number of the job's planners.
         may_come: whether planners are at work, as far as this node knows; asked while a plan is awaited.
         say: tells the user that plans are made here, and why.
     """

@@ -1,4 +1,4 @@
-"""Where a plan store is, with a password that is never shown, and the names of everything in it.
+"""The address of a plan store, with a password that is never shown, and the names of everything in it.
 
     dynapipe:{job}:{settings digest}:{split}:{iteration}:{replica}:{stage}     one stage's plan
     dynapipe:{job}:{settings digest}:{split}:progress                          the iteration training is at
@@ -105,7 +105,7 @@ class PlanKeys:
     job: str
     """Name of this launch, the same on every rank and node."""
     settings_digest: str
-    """Digest of everything a plan depends on besides lengths, so that plans of other settings are never read."""
+    """Digest of all but lengths that a plan depends on, so that plans of other settings are never read."""
 
     def __post_init__(self) -> None:
         for label, name in (("job", self.job), ("settings_digest", self.settings_digest)):

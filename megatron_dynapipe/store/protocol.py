@@ -16,7 +16,7 @@ REPLY_TIMEOUT_S = 30.0
 
 
 class Store(Protocol):
-    """Where planners publish plans, and ranks find them. Safe to use from several threads.
+    """The place at which planners publish plans and ranks find them. It is safe to use from several threads.
 
     Every method raises `StoreError` when the store cannot be reached or refuses the request, `StoreFullError` when it
     has no memory left. The waits raise `StoreTimeoutError`; `what` names in it what was awaited.

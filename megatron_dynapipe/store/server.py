@@ -69,7 +69,7 @@ class StoreServer:
 
     @property
     def address(self) -> StoreAddress:
-        """Where the running server is, password included."""
+        """The address of the running server, password included."""
         assert self._address is not None, "the server's block has not been entered"
         return self._address
 

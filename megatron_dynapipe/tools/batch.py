@@ -135,7 +135,7 @@ def planner_settings(
 
 
 def batch_of(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
-    """Lengths in tokens, of which a decoder-only model runs all but the last, and a T5's targets have two more."""
+    """Lengths in tokens: a decoder-only model runs all but the last one, and a T5's targets have two more."""
     if not isinstance(lengths, Iterable):
         raise ConfigError(f"expected the lengths of samples, got {lengths!r}")
     positions = [_positions(place, sample, family) for place, sample in enumerate(lengths)]
@@ -144,7 +144,7 @@ def batch_of(lengths: Iterable[Any], family: ModelFamily) -> GlobalBatch:
 
 
 def _positions(place: int, sample: Any, family: ModelFamily) -> tuple[int, int]:
-    """A sample's positions of input and target, of which a decoder-only model has none."""
+    """A sample's positions of input and of target; a decoder-only model has no target positions."""
     is_pair = family.is_encoder_decoder
     try:
         first, second = sample if is_pair else (sample, 0)

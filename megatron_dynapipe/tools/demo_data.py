@@ -143,13 +143,13 @@ def _first_line(docstring: str) -> str:
 
 
 def _without_docstring(docstring: ast.stmt, lines: list[str], first: int, last: int) -> str:
-    """Lines `first` to `last` (from 1, both included), dedented, less those of the docstring."""
+    """Lines `first` to `last` (from 1, both included), dedented, without the docstring's."""
     kept = lines[first - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : last]
     return textwrap.dedent("\n".join(kept)).strip("\n")
 
 
 def _source_files(root: Path) -> list[Path]:
-    """The library's modules in the order of their names, without tests and what is installed beside it."""
+    """The library's modules in the order of their names, without tests and without installed packages."""
     return [
         path
         for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts)

@@ -31,7 +31,7 @@ from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.megatron.execution.iterations import IterationRunner
 from megatron_dynapipe.megatron.execution.step_functions import STEPS, batch_maker, required_fields
 from megatron_dynapipe.megatron.execution.transport import open_runner
-from megatron_dynapipe.megatron.hooks import fused_kernels, optimizer_patches
+from megatron_dynapipe.megatron.hooks import fused_kernels, repairs
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import GlobalBatch
@@ -115,7 +115,7 @@ class MegatronPipeline:
         self.planner = planner
         self._config = get_model_config(models[0])
         self._check()
-        optimizer_patches.apply()
+        repairs.apply()
         fused_kernels.fuse_adam(optimizer)
         self._configure()
         self._step_function = STEPS[self._family]

@@ -72,7 +72,7 @@ def chosen_samples(folder: Path, split: str, task: str | None = None) -> list[in
 def taught_samples(
     folder: Path, split: str, family: ModelFamily, numbers: Iterable[int] | None = None
 ) -> Iterator[TaughtSample]:
-    """Samples of a split, all in order or those of these numbers, with the loss on what the dataset says.
+    """Samples of a split, all in order or the ones with these numbers, with the loss on what the dataset says.
 
     Raises:
         DataError: the dataset is missing or damaged.

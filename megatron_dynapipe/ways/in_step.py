@@ -1,4 +1,4 @@
-"""Groups of replicas that run in step: equally many micro-batches, those of one position alike in time, in one order.
+"""Groups of replicas that run in step: equally many micro-batches in one order, alike in time at each position.
 
 The samples of a batch, in an order in which neighbours are alike, are put in rows of one for each replica of a group.
 One replica of each group is planned, with the longest sample of each row, and its plan serves the group:
@@ -8,7 +8,7 @@ One replica of each group is planned, with the longest sample of each row, and i
     replica 0     {900} {610, 290} {40}                     as planned, with samples of its own
     replica 1     {880} {600, 300} {}                       the last one is a filler
 
-Where the longest sample of a row is cut, all of the row are cut at the same positions; a shorter one may lack the last
+If the longest sample of a row is cut, all of the row are cut at the same positions; a shorter one may lack the last
 pieces.
 """
 
@@ -62,7 +62,7 @@ class Lockstep:
     def longest(self, samples: Samples) -> Samples:
         """The batch that is planned: a sample for each row, as long as its longest.
 
-        Ids are numbers of rows. Rows that hold a sample which another holds too, of which none may be cut, have one id.
+        Ids are numbers of rows. Rows that share a sample have one id; none of these may be cut.
         """
         longest = {
             field.name: value[self.rows].max(axis=1)
@@ -147,7 +147,7 @@ class InStep:
         self._ways = ways
 
     def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
-        """Those of the other ways for the longest samples of each group, which are spread over its replicas."""
+        """The other ways' micro-batches for the longest samples of each group, which are spread over its replicas."""
         together = Lockstep.of(samples, self._settings.replicas_in_step)
         longest = together.longest(samples)
         proposed = [way.candidates(longest, problem_of(problem, longest)) for way in self._ways]

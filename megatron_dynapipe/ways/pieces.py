@@ -36,7 +36,7 @@ _LEAST_PIECE = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Where the samples of a batch are cut: int64[pieces and whole samples] each, in the order of the batch.
+    """The cuts of a batch's samples: int64[pieces and whole samples] each, in the order of the batch.
 
     Attributes:
         sample: which of the batch's samples each is of.
@@ -88,7 +88,7 @@ def cut(lengths: IntArray, most: int, multiple: int, tables: CostTables, *, stri
 
 
 def _inner_ends(length: int, parts: int, multiple: int, balance: float) -> list[int]:
-    """Where to cut a sample so that balance · x + x² grows by equal steps, rounded to the multiple."""
+    """The places to cut a sample so that balance · x + x² grows by equal steps, rounded to the multiple."""
     total = balance * length + length**2
     exact = [((balance**2 + 4 * total * part / parts) ** 0.5 - balance) / 2 for part in range(1, parts)]
     return [cut for end in exact if 0 < (cut := round(end / multiple) * multiple) < length]
@@ -161,7 +161,7 @@ class CutSamples:
 
 
 def can_cut(problem: BatchProblem) -> bool:
-    """Whether costs of pieces are known: those of decoder-only models whose keys were counted."""
+    """Whether costs of pieces are known, as they are for decoder-only models whose keys were counted."""
     known = ((ATTENTION, MLP, HEAD), (ATTENTION, MLP, EXPERT_MLP, HEAD))
     return all(tables.kinds in known and tables.key_value_channels > 0 for tables in problem.modes)
 
@@ -227,7 +227,7 @@ def cut_batch(
 def of_pieces(
     samples: Samples, problem: BatchProblem, pieces: Pieces, *, recompute: tuple[Recompute, ...], element_bytes: int
 ) -> CutCandidate:
-    """The batch with these pieces in place of its samples; arguments as of `cut_batch`."""
+    """The batch with these pieces in place of its samples; with the arguments of `cut_batch`."""
     positions = pieces.end - pieces.start
     entries = replace(
         samples,

@@ -1,4 +1,4 @@
-"""What plans of all ways have to hold, besides what every plan has to: of pieces, and of replicas in step."""
+"""What plans of some ways have to hold, in addition to what every plan has to: for pieces, and for replicas in step."""
 
 from collections.abc import Collection, Sequence
 
@@ -36,7 +36,7 @@ def verify(
     ordered_starts: bool = False,
     element_bytes: int = ELEMENT_BYTES,
 ) -> None:
-    """Verify a plan by the rules of all ways; arguments and errors as of `core.verify.verify`."""
+    """Verify a plan by the rules of all ways; with the arguments and errors of `core.verify.verify`."""
     verify_by(
         plan,
         rules=RULES,

@@ -4,8 +4,8 @@
     replica 0      A    B    C    D
     replica 1      A'   B'   C'   -         - a filler: no samples, as many passes
 
-All replicas of a group have as many micro-batches, those of one position under the same recompute modes and layout, and
-on every stage one order of passes: then each collective of one meets the same of the others.
+All replicas of a group have as many micro-batches, at each position with the same recompute modes and layout, and on
+every stage one order of passes: then each collective of one meets the same one of the others.
 """
 
 from collections.abc import Sequence

@@ -96,9 +96,9 @@ def test_why_usual_layouts_are_behind() -> None:
     ]
     tuning = Tuning(layouts=(best, *others), settings=(), plans=3, seconds=1.0)
     assert usual_ones(tuning, 8, 8) == [
-        "tensor parallel in a node, 1·8·1: 1.20 times as long, idle for 20% in place of 10%, recomputes none+full in"
-        " place of none",
-        "replicas alone, 8·1·1: at least 1.50 times as long, 60.0 ms more of reduction",
+        "tensor parallel in a node, 1·8·1: slower by 20.0%, idle for 20% of the time, the best for 10%,"
+        " recomputation none+full, the best none",
+        "replicas alone, 8·1·1: slower by at least 50.0%, reduces gradients for 60.0 ms longer",
     ]
 
 

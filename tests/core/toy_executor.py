@@ -8,23 +8,7 @@ fed with anything else fails.
 import random
 from collections import defaultdict
 
-from megatron_dynapipe.core.instructions import (
-    RECEIVED_BUFFER,
-    SENT_BUFFER,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Buffer,
-    Forward,
-    Free,
-    Load,
-    Payload,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-    channel_of,
-)
+from megatron_dynapipe.core import instructions as ins
 
 
 class ToyError(Exception):
@@ -82,9 +66,9 @@ class ToyPipeline:
 
     def blocked(self, rank):
         step = rank.steps[rank.at]
-        if not isinstance(step, SendWait | RecvWait):
+        if not isinstance(step, ins.SendWait | ins.RecvWait):
             return False
-        sending = isinstance(step, SendWait)
+        sending = isinstance(step, ins.SendWait)
         key = (sending, step.payload, step.micro_batch, step.chunk)
         if key not in rank.under_way:
             raise ToyError(f"stage {rank.stage} waits for nothing: {step}")
@@ -93,43 +77,43 @@ class ToyPipeline:
 
     def step(self, rank, step):
         match step:
-            case Load(row):
-                rank.put((Buffer.DATA, row, 0), "data")
-            case Forward(row, chunk):
+            case ins.Load(row):
+                rank.put((ins.Buffer.DATA, row, 0), "data")
+            case ins.Forward(row, chunk):
                 self.forward(rank, row, chunk)
-            case Backward(row, chunk):
+            case ins.Backward(row, chunk):
                 self.backward(rank, row, chunk)
                 self.weight(rank, row, chunk)
-            case BackwardInput(row, chunk):
+            case ins.BackwardInput(row, chunk):
                 self.backward(rank, row, chunk)
-            case BackwardWeight(row, chunk):
+            case ins.BackwardWeight(row, chunk):
                 self.weight(rank, row, chunk)
-            case SendStart(payload, row, chunk, peer, shapes):
-                value = rank.take(SENT_BUFFER[payload], row, chunk)
+            case ins.SendStart(payload, row, chunk, peer, shapes):
+                value = rank.take(ins.SENT_BUFFER[payload], row, chunk)
                 self.start(rank, self.sends, self.receives, step, (value, shapes), (rank.stage, peer))
-            case RecvStart(payload, row, chunk, peer, shapes):
-                pair = channel_of(payload, peer, rank.stage, self.stages), peer, rank.stage
+            case ins.RecvStart(payload, row, chunk, peer, shapes):
+                pair = ins.channel_of(payload, peer, rank.stage, self.stages), peer, rank.stage
                 if pair in rank.receiving:
                     raise ToyError("two receives at once on one channel")
                 rank.receiving.add(pair)
                 self.start(rank, self.receives, self.sends, step, (self.wanted(rank, step), shapes), (peer, rank.stage))
-            case SendWait(payload, row, chunk):
+            case ins.SendWait(payload, row, chunk):
                 rank.under_way.pop((True, payload, row, chunk))
-                rank.buffers[SENT_BUFFER[payload], row, chunk] += " sent"
-            case RecvWait(payload, row, chunk):
+                rank.buffers[ins.SENT_BUFFER[payload], row, chunk] += " sent"
+            case ins.RecvWait(payload, row, chunk):
                 pair, number = rank.under_way.pop((False, payload, row, chunk))
                 rank.receiving.discard(pair)
-                rank.put((RECEIVED_BUFFER[payload], row, chunk), self.sends[pair][number][0])
-            case Free(buffer, row, chunk):
+                rank.put((ins.RECEIVED_BUFFER[payload], row, chunk), self.sends[pair][number][0])
+            case ins.Free(buffer, row, chunk):
                 value = rank.take(buffer, row, chunk)
-                if buffer in SENT_BUFFER.values() and not value.endswith(" sent"):
+                if buffer in ins.SENT_BUFFER.values() and not value.endswith(" sent"):
                     raise ToyError("freed before it is sent")
                 if not self.used(rank, buffer, row, chunk):
                     raise ToyError("freed before it is used")
                 del rank.buffers[buffer, row, chunk]
 
     def start(self, rank, mine, theirs, step, what, way):
-        pair = (channel_of(step.payload, *way, self.stages), *way)
+        pair = (ins.channel_of(step.payload, *way, self.stages), *way)
         number = len(mine[pair])
         if len(theirs[pair]) > number and theirs[pair][number] != what:
             raise ToyError(f"{theirs[pair][number]} meets {what}")
@@ -141,27 +125,27 @@ class ToyPipeline:
 
     def wanted(self, rank, step):
         stage = step.chunk * self.stages + rank.stage
-        activation = step.payload is Payload.ACTIVATION
+        activation = step.payload is ins.Payload.ACTIVATION
         return f"F{step.micro_batch}@{stage - 1}" if activation else f"B{step.micro_batch}@{stage + 1}"
 
     def forward(self, rank, row, chunk):
         stage = chunk * self.stages + rank.stage
-        rank.take(Buffer.DATA, row, 0)
-        if stage > 0 and rank.take(Buffer.INPUT, row, chunk) != f"F{row}@{stage - 1}":
+        rank.take(ins.Buffer.DATA, row, 0)
+        if stage > 0 and rank.take(ins.Buffer.INPUT, row, chunk) != f"F{row}@{stage - 1}":
             raise ToyError("wrong input")
         if stage < self.last:
-            rank.put((Buffer.OUTPUT, row, chunk), f"F{row}@{stage}")
+            rank.put((ins.Buffer.OUTPUT, row, chunk), f"F{row}@{stage}")
         rank.ran.append(("F", row, stage))
 
     def backward(self, rank, row, chunk):
         stage = chunk * self.stages + rank.stage
         if ("F", row, stage) not in rank.ran:
             raise ToyError("backward before forward")
-        if stage < self.last and rank.take(Buffer.OUTPUT_GRAD, row, chunk) != f"B{row}@{stage + 1}":
+        if stage < self.last and rank.take(ins.Buffer.OUTPUT_GRAD, row, chunk) != f"B{row}@{stage + 1}":
             raise ToyError("wrong gradient")
         if stage > 0:
-            rank.take(Buffer.INPUT, row, chunk)
-            rank.put((Buffer.INPUT_GRAD, row, chunk), f"B{row}@{stage}")
+            rank.take(ins.Buffer.INPUT, row, chunk)
+            rank.put((ins.Buffer.INPUT_GRAD, row, chunk), f"B{row}@{stage}")
         rank.ran.append(("B", row, stage))
 
     def weight(self, rank, row, chunk):
@@ -172,8 +156,8 @@ class ToyPipeline:
 
     def used(self, rank, buffer, row, chunk):
         stage = chunk * self.stages + rank.stage
-        if buffer is Buffer.DATA:
+        if buffer is ins.Buffer.DATA:
             return all(("F", row, c * self.stages + rank.stage) in rank.ran for c in range(self.chunks))
-        if buffer is Buffer.INPUT:
+        if buffer is ins.Buffer.INPUT:
             return ("F" if self.forward_only else "B", row, stage) in rank.ran
-        return buffer is not Buffer.OUTPUT_GRAD or ("B", row, stage) in rank.ran
+        return buffer is not ins.Buffer.OUTPUT_GRAD or ("B", row, stage) in rank.ran

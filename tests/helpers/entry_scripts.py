@@ -125,7 +125,9 @@ def undrawn(folder: Path) -> str:
 
 
 def record_losses(
-    after: Callable[[int], None] = lambda _: None, norms: dict[str, float] | None = None
+    after: Callable[[int], None] = lambda _: None,
+    norms: dict[str, float] | None = None,
+    losses: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """Losses by iteration, filled on the last stage while Megatron trains in this process.
 
@@ -133,7 +135,7 @@ def record_losses(
     """
     from megatron.training import training
 
-    losses: dict[str, float] = {}
+    losses = {} if losses is None else losses
     log = training.training_log
 
     @functools.wraps(log)  # start-up looks at what the function calls

@@ -4,22 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_dynapipe.core import instructions as ins
 from megatron_dynapipe.core import verify
-from megatron_dynapipe.core.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Buffer,
-    Forward,
-    Free,
-    Instruction,
-    Load,
-    Payload,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-)
 from megatron_dynapipe.core.plan import MicroBatch
 from megatron_dynapipe.core.units import (
     BatchLayout,
@@ -34,7 +20,7 @@ from megatron_dynapipe.core.verify_buffers import Dimensions, Steps
 
 
 def verify_lists(
-    lists: Sequence[Sequence[Instruction]],
+    lists: Sequence[Sequence[ins.Instruction]],
     *,
     micro_batches: int,
     chunks: int = 1,
@@ -47,14 +33,19 @@ def verify_lists(
     return verify.verify_lists(dimensions, lists)
 
 
-PAYLOADS = {"F": Payload.ACTIVATION, "B": Payload.GRADIENT}
-PASSES: dict[str, Any] = {"F": Forward, "B": Backward, "BI": BackwardInput, "BW": BackwardWeight}
-TRANSFERS: dict[str, Any] = {"SEND": SendStart, "WAIT_SEND": SendWait, "RECV": RecvStart, "WAIT_RECV": RecvWait}
+PAYLOADS = {"F": ins.Payload.ACTIVATION, "B": ins.Payload.GRADIENT}
+PASSES: dict[str, Any] = {"F": ins.Forward, "B": ins.Backward, "BI": ins.BackwardInput, "BW": ins.BackwardWeight}
+TRANSFERS: dict[str, Any] = {
+    "SEND": ins.SendStart,
+    "WAIT_SEND": ins.SendWait,
+    "RECV": ins.RecvStart,
+    "WAIT_RECV": ins.RecvWait,
+}
 TRANSFER = re.compile(r"(\w+)_([FB])(\d+)(?:\.(\d+))?[<>](\d+)(?:\[([0-9x,]*)\])?")
 OTHER = re.compile(r"(LOAD|F|B|BI|BW|FREE_[A-Z_]+?)(\d+)(?:\.(\d+))?")
 
 
-def parse_instruction(word: str) -> Instruction:
+def parse_instruction(word: str) -> ins.Instruction:
     """The instruction that `format_instruction` wrote."""
     if match := TRANSFER.fullmatch(word):
         kind, letter, micro_batch, chunk, peer, text = match.groups()
@@ -65,13 +56,13 @@ def parse_instruction(word: str) -> Instruction:
     assert match, word
     name, micro_batch, chunk = match[1], int(match[2]), int(match[3] or 0)
     if name == "LOAD":
-        return Load(micro_batch)
+        return ins.Load(micro_batch)
     if name.startswith("FREE_"):
-        return Free(Buffer[name.removeprefix("FREE_")], micro_batch, chunk)
+        return ins.Free(ins.Buffer[name.removeprefix("FREE_")], micro_batch, chunk)
     return PASSES[name](micro_batch, chunk)
 
 
-def parse_stages(text: str) -> tuple[tuple[Instruction, ...], ...]:
+def parse_stages(text: str) -> tuple[tuple[ins.Instruction, ...], ...]:
     """The lists that `format_stages` wrote, a stage a line, between comments and empty lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert [line.partition(":")[0] for line in lines] == [f"stage {stage}" for stage in range(len(lines))]

@@ -22,18 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_dynapipe.core.instructions import (
-    SENT_BUFFER,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Buffer,
-    Channel,
-    Forward,
-    Load,
-    SendStart,
-    format_instruction,
-)
+from megatron_dynapipe.core import instructions as ins
 from megatron_dynapipe.core.memory import ELEMENT_BYTES, message_elements
 from megatron_dynapipe.core.plan import IterationPlan, StagePlan
 from megatron_dynapipe.runtime import (
@@ -280,7 +269,7 @@ class _Platform:
     device = torch.device("meta")
 
     def __init__(self, device: Device, plan: StagePlan) -> None:
-        self._device, self._words = device, map(format_instruction, plan.instructions)
+        self._device, self._words = device, map(ins.format_instruction, plan.instructions)
 
     def align(self) -> None:
         pass
@@ -322,7 +311,7 @@ class Job:
         rank = (stage * replicas + replica) * self.tensor + tensor
         device = Device(rank, self.buffer_bytes)
         pipeline = [(s * replicas + replica) * self.tensor + tensor for s in range(stages)]
-        groups: dict[Channel, Any] = {
+        groups: dict[ins.Channel, Any] = {
             channel: _Group((str(channel), replica, tensor), pipeline, rank)
             for channel in channels(stages, plan.chunks)
         }
@@ -344,16 +333,16 @@ class Job:
 
     def _handlers(self, plan: IterationPlan, mine: StagePlan, device: Device, replica: int) -> Any:
         sends = {
-            (SENT_BUFFER[i.payload], i.micro_batch, i.chunk): i.shapes
+            (ins.SENT_BUFFER[i.payload], i.micro_batch, i.chunk): i.shapes
             for i in mine.instructions
-            if isinstance(i, SendStart)
+            if isinstance(i, ins.SendStart)
         }
 
         # Inputs that passes keep are among the messages here; plans of training count them with the passes.
         counted = (n * ELEMENT_BYTES for n in message_elements(mine.instructions, forward_only=True))
 
-        def make(kind: Buffer) -> Callable[[Any, Any], None]:
-            def handle(run: Forward | Backward | BackwardInput, buffers: Any) -> None:
+        def make(kind: ins.Buffer) -> Callable[[Any, Any], None]:
+            def handle(run: ins.Forward | ins.Backward | ins.BackwardInput, buffers: Any) -> None:
                 device.compute("compute", next(counted))
                 if self.tensor > 1:
                     stage = ("tensor", mine.stage, replica)
@@ -365,16 +354,21 @@ class Job:
 
             return handle
 
-        def load(run: Load, buffers: Any) -> None:
+        def load(run: ins.Load, buffers: Any) -> None:
             device.compute("copy to the device")
-            buffers.put(Buffer.DATA, run.micro_batch, 0, None)
+            buffers.put(ins.Buffer.DATA, run.micro_batch, 0, None)
 
-        def weights(_run: BackwardWeight, _buffers: Any) -> None:
+        def weights(_run: ins.BackwardWeight, _buffers: Any) -> None:
             device.compute("compute", next(counted))
 
-        backward = make(Buffer.INPUT_GRAD)
-        passes = {Forward: make(Buffer.OUTPUT), Backward: backward, BackwardInput: backward, BackwardWeight: weights}
-        return {Load: load, **passes}
+        backward = make(ins.Buffer.INPUT_GRAD)
+        passes = {
+            ins.Forward: make(ins.Buffer.OUTPUT),
+            ins.Backward: backward,
+            ins.BackwardInput: backward,
+            ins.BackwardWeight: weights,
+        }
+        return {ins.Load: load, **passes}
 
 
 def check(plan: IterationPlan, job: Job, *, one_queue: bool = True) -> int:

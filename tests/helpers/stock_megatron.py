@@ -29,7 +29,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_dynapipe import cpu
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.indexed import IndexedReader
-from megatron_dynapipe.megatron.hooks import optimizer_patches
+from megatron_dynapipe.megatron.hooks import repairs
 from megatron_dynapipe.megatron.models.hybrid import PlannedHybridStack
 from megatron_dynapipe.megatron.models.specs import ATTENTION, MLP, CoreAttention, with_classes, without
 from megatron_dynapipe.sampling import LengthTable, Sampler, SamplerSettings
@@ -130,7 +130,7 @@ def train(*, rank: int, world_size: int, argv: list[str], data: str, patched: bo
     `patched` applies DynaPipe's patches of it.
     """
     if patched:
-        optimizer_patches.apply()
+        repairs.apply()
     losses, schedules = record_losses(), set()
     factory = training.get_forward_backward_func
 

@@ -11,7 +11,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", "to
 
 
 def bridge_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool) -> DeviceBatch:
-    """The batch of a micro-batch: tokens, labels, loss mask and positions, [b, s] each, and what is told beside.
+    """The batch of a micro-batch: tokens, labels, loss mask and positions, [b, s] each, and what is told with them.
 
     Args:
         host: the collated micro-batch.

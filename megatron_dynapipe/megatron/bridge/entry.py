@@ -15,7 +15,7 @@ from megatron_dynapipe.megatron.bridge.hints import in_python
 from megatron_dynapipe.megatron.bridge.layers import AUTO, changed, chooses
 from megatron_dynapipe.megatron.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.megatron.bridge.run import PlannedRecipe, Recipe
-from megatron_dynapipe.megatron.hooks import optimizer_patches
+from megatron_dynapipe.megatron.hooks import repairs
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LongSamples
@@ -118,7 +118,7 @@ def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
     """Have Megatron's factory of schedule functions hand out a run's, and the recipe name the run's samples."""
     if _originals:
         raise ConfigError("expected no planned run to be active yet, got a second one")
-    optimizer_patches.apply()
+    repairs.apply()
     _originals.install(
         [*relied_on.replacements(run.forward_backward, run.before_model, run.close), *relied_on.shared()]
     )
@@ -127,7 +127,7 @@ def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
             yield
     finally:
         _originals.revert()
-        optimizer_patches.revert()
+        repairs.revert()
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def _layout(settings: PlannerSettings, split: LayerSplit) -> Any:
 
 
 def _unset(model: Any) -> dict[str, Any]:
-    """Numbers of layers that may not stand beside a layout."""
+    """Numbers of layers that may not stand next to a layout."""
     numbers = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
     switches = [f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")]
     unset: dict[str, Any] = dict.fromkeys(numbers)

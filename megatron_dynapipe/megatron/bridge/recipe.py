@@ -62,7 +62,7 @@ def plan_inputs(
         config: the recipe, as Bridge has settled it.
         models: this rank's chunks. Before they are built there are none: plans then have the recipe's own layers, and
             a model that lacks nothing.
-        control: of all ranks.
+        control: the group of all ranks.
         data: the dataset folder.
         iteration: the one with which training begins, or goes on.
         costs: a cost model file; None computes costs.
@@ -121,7 +121,7 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
 
 
 def adapters_of(config: Any) -> Adapters | None:
-    """The adapters that a recipe trains; None where it trains all weights. Raises ConfigError for those of no kind."""
+    """The adapters that a recipe trains; None if it trains all weights. Raises ConfigError for an unknown kind."""
     if config.peft is None:
         return None
     return Adapters.of_recipe({"_target_": f".{type(config.peft).__name__}", **vars(config.peft)})

@@ -26,7 +26,7 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _MODELS = ("GPTModelProvider", "HybridModelProvider", "GPTModelConfig", "HybridModelConfig")
 """Classes of Bridge whose models plans can run, by name: to import them is to import all of Bridge."""
 _PLACES = ("mixed_precision", "comm_overlap", "ddp", "dist", "train", "dataset")
-"""Parts of a recipe that have names of the table, beside its model."""
+"""Parts of a recipe that have names of the table, in addition to its model."""
 _INSTEAD = {
     "config.mixed_precision.fp8_param_gather": "config.mixed_precision.fp8_param_gather = False, in an object of"
     " megatron.bridge.training.mixed_precision in place of a name",
@@ -73,7 +73,7 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _asked(config: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Where a recipe has something under a name, and what."""
+    """The place where a recipe has something under a name, and what."""
     shared = of_model(config)
     if name == "tp_comm_overlap" and getattr(shared, "tensor_model_parallel_size", 1) == 1:
         return  # which Bridge switches off by itself

@@ -147,7 +147,7 @@ class Recipe(Host):
         return ",".join(map(str, split))
 
     def inputs(self, control: ControlGroup, models: Sequence[nn.Module], *, evaluates: bool) -> PlanInputs:
-        """By the recipe as Bridge has settled it, and by the model that it has built."""
+        """Made from the recipe as Bridge has settled it, and the model that it has built."""
         config = self._config
         self.device = device_of_rank()
         self.dtype = state_dtype(config)
@@ -163,12 +163,12 @@ class Recipe(Host):
         self._is_first = control.rank == 0
 
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:
-        """As Bridge's step functions take it."""
+        """What Bridge's step functions take."""
         self._config.dataset.skip_getting_attention_mask_from_dataset = not takes_mask(models)
         return partial(bridge_batch, explicit_mask=takes_mask(models))
 
     def about(self, inputs: PlanInputs, models: Sequence[nn.Module]) -> Mapping[str, str]:
-        """As the recipe's model says it."""
+        """What the recipe's model says."""
         planner = inputs.planner
         if self._is_first:
             say(self._described(inputs, models))

@@ -67,7 +67,7 @@ def write(folder: Path, datasets: tuple[Any, Any, Any], tokenizer: Any) -> None:
 
     Args:
         folder: where.
-        datasets: of Bridge.
+        datasets: Bridge's.
         tokenizer: Bridge's, for the tokens that rows are padded with.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where a run starts and ends: before Megatron is imported, from an entry script, in a patched checkout, step by step.
+"""How a run starts and ends: before Megatron is imported, from an entry script, in a patched checkout, step by step.
 
 Importing this package imports no Megatron: `bootstrap` must run first.
 """

@@ -91,12 +91,12 @@ def measured(
     Call it on every rank.
 
     Args:
-        words: of `profile`, that say the model.
+        words: `profile`'s arguments that say the model.
         causes: what costs depend on besides words, by name.
         recompute: modes that are measured.
         tensor_parallel: ranks that share a layer.
-        seconds: of measuring.
-        timeout_s: of what ranks wait for one another.
+        seconds: how long to measure.
+        timeout_s: how long ranks wait for one another.
         report_folder: where a file lies that is the run's own.
         option: as the run says the seconds.
     """
@@ -167,7 +167,7 @@ def _identity(causes: Mapping[str, str]) -> str:
 
 
 def _processes(shared: int) -> int:
-    """As many as the node's ranks, in whole tensor-parallel groups: the processes share its memory as in training."""
+    """How many processes: the node's ranks, in whole tensor-parallel groups, which share memory as in training."""
     ranks = min(machine.local_world_size(), max(_MOST_PROCESSES, shared))
     return max(ranks // shared, 1) * shared
 

@@ -25,7 +25,7 @@ from megatron_dynapipe.megatron.entry.failure import reported
 from megatron_dynapipe.megatron.flags import command_line, fork
 from megatron_dynapipe.megatron.flags.planning_flags import AUTO
 from megatron_dynapipe.megatron.flags.refusals import own_actions
-from megatron_dynapipe.megatron.hooks import active_run, compatibility, optimizer_patches, replacements
+from megatron_dynapipe.megatron.hooks import active_run, compatibility, repairs, replacements
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.megatron.supply.same_flags import check_same_flags, comparable
 from megatron_dynapipe.processes import end_with_launcher
@@ -83,7 +83,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         _check_device()
         compatibility.check_patches()
         compatibility.check(builds=False)
-        optimizer_patches.apply()
+        repairs.apply()
         _check_model_flags()
         _check_timers(args, on_cpu=cpu.is_enabled())
         _flags = comparable(args)
@@ -184,5 +184,5 @@ def _close(error: BaseException | None = None) -> None:
         _run = None
         run.__exit__(None if error is None else type(error), error, None)
         _originals.revert()
-        optimizer_patches.revert()
+        repairs.revert()
         active_run.deactivate()

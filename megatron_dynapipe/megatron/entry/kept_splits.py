@@ -1,7 +1,7 @@
 """Layer splits that were chosen before: choosing takes seconds, and its inputs are the same at the next start.
 
 A split is a pure function of what plans are made from, so it is kept under the digest of that, in the user's cache
-folder, beside measured costs.
+folder, next to measured costs.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def _identity(run: RunConfig) -> str:
 
 
 def code_digest(package: Path) -> bytes:
-    """Of all of the package's code: an upgrade may choose better, wherever in it choices are made by then."""
+    """Digest of all of the package's code: an upgrade may choose better, wherever choices are made by then."""
     state = hashlib.blake2b(digest_size=16)
     for file in sorted(package.rglob("*")):
         if file.suffix in (".py", ".so"):

@@ -83,7 +83,7 @@ def check_run(run: RunConfig) -> None:
 
 
 def _describe_costs(costs: MeasuredCosts | AnalyticCosts, device: torch.device) -> str:
-    """Where a run's costs come from, and what they assume, for its log."""
+    """The source of a run's costs, and what they assume, for its log."""
     if isinstance(costs, MeasuredCosts):
         return f"{costs.load().name}, from {costs.path}"
     assumed = "a common server CPU's core (assumed)"

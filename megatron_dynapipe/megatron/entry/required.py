@@ -25,7 +25,7 @@ _OF_FAMILY = {
     ModelFamily.GPT: (("--num-layers", "--encoder-num-layers", "--hybrid-layer-pattern"),),
     ModelFamily.T5: (("--encoder-num-layers", "--num-layers"), ("--decoder-seq-length",)),
 }
-"""Flags of which one is needed; the first is the one to give."""
+"""Flags, one of them needed; the first is the one to give."""
 _FROM_CHECKPOINT, _HELP = "--use-checkpoint-args", ("--help", "-h")
 
 
@@ -63,7 +63,7 @@ def check_required(words: Sequence[str], family: ModelFamily) -> None:
 
 
 def _lacking(given: set[str], words: Sequence[str], family: ModelFamily) -> Iterator[Sequence[str]]:
-    """The flags of which none is given, with what may take their place."""
+    """The sets of flags that lack one, with what may take their place."""
     groups = _RUN if _FROM_CHECKPOINT in given else (*_RUN, *_MODEL, *_OF_FAMILY[family])
     yield from (flags for flags in groups if not given.intersection(flags))
     if "--save" in given and "--save-interval" not in given:

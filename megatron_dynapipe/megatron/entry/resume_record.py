@@ -101,7 +101,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    """The digest of a tokenizer's vocabulary file; the settings beside it are written anew by every version."""
+    """The digest of a tokenizer's vocabulary file; the settings next to it are written anew by every version."""
     if (path / "tokenizer.json").is_file():
         return digests.file_digest(path / "tokenizer.json")
     if path.is_dir():
@@ -110,9 +110,9 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 class CheckpointRecords:
-    """Puts a run's record into every checkpoint that the run saves to a folder; those of earlier runs are left alone.
+    """Puts a run's record into every checkpoint that the run saves to a folder; earlier runs' are left alone.
 
-    With `local` the folder is a rank's, of local checkpoints, which hold checksums of their own: it is put beside them.
+    With `local` the folder is a rank's, of local checkpoints, which hold their own checksums: it is put next to them.
     """
 
     def __init__(self, folder: Path, record: ResumeRecord, *, local: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Where in the data a run goes on: after as many samples as were consumed, whatever batches they came in.
+"""The place in the data at which a run goes on: after as many samples as were consumed, in whatever batches.
 
     batches of 8, then of 16      ├──┼──┼──┼──┼──┼──┤────┼────┼────
     iteration                     0  1  2  3  4  5  6    7    8          place of iteration 6: 48, not 6 × 16

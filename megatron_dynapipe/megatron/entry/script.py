@@ -80,7 +80,7 @@ class Script(Host):
             control.run_on_all(lambda: reserve(inputs.planner.memory_limit_bytes, self.device))
 
     def about(self, inputs: PlanInputs, models: Sequence[nn.Module]) -> Mapping[str, str]:
-        """As the flags say it."""
+        """What the flags say of it."""
         return about(self.config)
 
     def begin_iteration(self) -> None:
@@ -102,7 +102,7 @@ class Script(Host):
             records.finish()
 
     def check(self, losses: Sequence[dict[str, Tensor]]) -> None:
-        """As Megatron's own step functions check losses."""
+        """Check losses as Megatron's own step functions do."""
         if self._args.check_for_nan_in_loss_and_grad:
             check_losses(losses)
 
@@ -111,7 +111,7 @@ class Script(Host):
         return count_flops(item, self.device)
 
     def write_metrics(self, item: PlannedIteration, events: Sequence[Event]) -> None:
-        """To Megatron's TensorBoard and Weights & Biases."""
+        """Write to Megatron's TensorBoard and Weights & Biases."""
         write_metrics(item, events, platform=platform_of(self.device), interval=self._args.tensorboard_log_interval)
 
     def write_task_losses(self, losses: Mapping[str, float], iteration: int) -> None:
@@ -132,7 +132,7 @@ class Checkout(Script):
         self._masked: bool = args.create_attention_mask_in_dataloader
 
     def required(self, models: Sequence[nn.Module]) -> RequiredFields:
-        """Of the whole rank: its script reads a batch once for all chunks."""
+        """The whole rank's fields: its script reads a batch once for all chunks."""
         return RequiredFields(
             tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),

@@ -3,7 +3,7 @@
     row     a a a a b b c c c      one call of the module's own attention for each sample, or one kernel for all
     piece   b' attends to the keys and values that b's pass has left here (`kept_keys`), and to its own
 
-Sinks, windows, soft caps, scales and dropout are those of the module, since it is the module that attends. Padded rows
+Sinks, windows, soft caps, scales and dropout are the module's, since it is the module that attends. Padded rows
 go its own way, bit for bit.
 """
 
@@ -39,7 +39,7 @@ class RowsCore:
 
     Attributes:
         channel: tells the row.
-        kept_keys: of pieces whose later pieces are to come.
+        kept_keys: keys of pieces whose later pieces are to come.
     """
 
     channel: Channel
@@ -94,7 +94,7 @@ class EngineRowsCore(RowsCore):
 
     Attributes:
         config: the layer's.
-        window_size: of this layer's own, which some models have in every other layer.
+        window_size: this layer's own window, which some models have in every other layer.
     """
 
     config: TransformerConfig
@@ -116,7 +116,7 @@ class EngineRowsCore(RowsCore):
     def attend_row(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
     ) -> Tensor:
-        """As `RowsCore`."""
+        """Does what `RowsCore` does."""
         if not self.has_kernel(query, key, value, _mask_name(row, keywords)):
             return super().attend_row(attend, query, key, value, row, **keywords)
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
@@ -174,7 +174,7 @@ class SdpaRowsCore(RowsCore):
     def attend_row(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
     ) -> Tensor:
-        """As `RowsCore`."""
+        """Does what `RowsCore` does."""
         if self.aside is not None:
             attend = self.aside.train(self.training)
         return attend(query, key, value, None, packed_seq_params=row, **keywords)

@@ -51,8 +51,8 @@ def decoder_only(
 
     Args:
         model: what it is made of.
-        layout: of a pipeline that cuts layers, or of a HybridModel; without one, stages are as Megatron's flags say.
-        config: in place of the one that Megatron's arguments describe.
+        layout: of a pipeline that cuts layers, or of a HybridModel, its layout; None leaves it to Megatron's flags.
+        config: takes the place of the one that Megatron's arguments describe.
     """
     config = config or model.transformer_config()
     built: DecoderOnly
@@ -97,7 +97,7 @@ def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention
     chosen = with_classes(default_layer_spec(config, vp_stage), run_classes(config.transformer, attention))
     if config.transformer.transformer_impl != "local" or isinstance(chosen, TransformerBlockSubmodules):
         return chosen
-    # Megatron would choose a final norm besides, whichever its installation has.
+    # Megatron would choose a final norm, too, whichever its installation has.
     layers = [chosen] * get_num_layers_to_build(config.transformer, vp_stage)
     return TransformerBlockSubmodules(layers, layer_norm=chosen.submodules.input_layernorm)
 

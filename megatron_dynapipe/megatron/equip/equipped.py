@@ -27,7 +27,7 @@ class Equipped:
 
     Attributes:
         channel: tells core attention, rotations and heads of the micro-batch whose pass runs.
-        halves: of divided backward passes.
+        halves: runs the halves of divided backward passes.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:

@@ -1,7 +1,7 @@
 """Layers of experts of built models, with terms that do not depend on how samples are put into micro-batches.
 
 What Megatron takes as means over a micro-batch are sums over positions x of samples here, without padding, divided like
-the loss by the iteration's target tokens. p_x are the router's scores, E experts, of which a position has k:
+the loss by the iteration's target tokens. p_x are the router's scores; there are E experts, and a position has k:
 
     z-loss        c · Σ_x logsumexp(logits_x)²
     seq_aux_loss  c · E/k · Σ_samples s Σ_i n_si/n_s · Σ_{x in s} p_xi     n_si positions of s have expert i
@@ -34,7 +34,7 @@ _LOGGED = {"z_loss": "z_loss", "aux_loss": "load_balancing_loss", "seq_aux_loss"
 
 
 class RouterTerms(TopKRouter):
-    """Megatron's router (`become`); `begin` says which of a micro-batch's positions are of which sample.
+    """Megatron's router (`become`); `begin` says to which sample each position of a micro-batch belongs.
 
     Attributes:
         expert_shares: with `aux_loss`, float32[experts]: f_i.
@@ -45,7 +45,7 @@ class RouterTerms(TopKRouter):
     _sums: Tensor | None = None
 
     def share_evenly(self, *, saved: bool) -> None:
-        """Begin with even shares, where a term asks for those of the iteration before; `saved`: in checkpoints."""
+        """Begin with even shares if a term asks for the previous iteration's; `saved`: in checkpoints."""
         if self._has("aux_loss") and not hasattr(self, "expert_shares"):
             experts = self.config.num_moe_experts
             shares = torch.full((experts,), 1 / experts, device=self.weight.device)
@@ -63,7 +63,7 @@ class RouterTerms(TopKRouter):
         Args:
             samples: int64[s, b] on the device, the number of each position's sample, `number` for padding; None adds no
                 terms.
-            number: of samples.
+            number: the number of samples.
         """
         if samples is not None and self.config.sequence_parallel:
             samples = samples.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -71,7 +71,7 @@ class RouterTerms(TopKRouter):
         self._number = number
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's, with the positions that count, whatever it is given."""
+        """Do what Megatron's does, with the positions that count, whatever it is given."""
         padding_mask = None if self._samples is None else self._samples == self._number
         routed: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
         return routed
@@ -148,7 +148,7 @@ class RouterTerms(TopKRouter):
         return self._sums
 
     def finish(self, sums: Tensor) -> None:
-        """End an iteration, of which all ranks together have these sums."""
+        """End an iteration; these are its sums over all ranks."""
         means = sums[: len(_LOGGED)] / sums[len(_LOGGED)].clamp(min=1)
         for mean, (name, logged) in zip(means, _LOGGED.items(), strict=True):
             if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None and self._has(name):
@@ -208,7 +208,7 @@ def finish_iteration(models: Sequence[nn.Module], groups: ProcessGroupCollection
     if config.num_moe_experts is None:
         return
     for logged in _LOGGED.values():
-        # Megatron 0.19 makes those of a HybridModel's stage without experts too short to be reduced over stages.
+        # Megatron 0.19 makes them too short to be reduced over stages if a HybridModel's stage has no experts.
         get_moe_metrics_tracker().ensure_initialized(logged, config.num_layers)
     routers = routers_of(models)
     if not routers:
@@ -235,7 +235,7 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
     gather: Any = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As Megatron's, and padded."""
+        """Do what Megatron's does, and pad."""
         hidden_states, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
         asked: dict[bool, int] = {} if self.asked is None else self.asked
         labelled = self.gather is not None and self.gather.rows is not None
@@ -249,7 +249,7 @@ class UnevenAllGather(MoEAllGatherTokenDispatcher):
         return nn.functional.pad(hidden_states, (0, 0, 0, missing)), nn.functional.pad(probs, (0, 0, 0, missing))
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """As Megatron's, without what was padded."""
+        """Do what Megatron's does, without what was padded."""
         combined: Tensor = super().combine_postprocess(hidden_states[: self._own])
         return combined
 

@@ -5,7 +5,7 @@
 
 Megatron asks one object how many layers a stage builds, and from which on. One whose stages overlap has both neighbours
 build the layer that lies between them; each then drops the half that it does not hold, before any weights are loaded.
-So names, numbers and checkpoints are those of whole layers.
+So names, numbers and checkpoints are the same as for whole layers.
 """
 
 import functools
@@ -33,7 +33,7 @@ class OverlappingLayout(PipelineParallelLayerLayout):
     """A layout whose neighbouring stages may both build a layer.
 
     Args:
-        modules: of every virtual stage in model order, attentions and MLPs.
+        modules: the attentions and MLPs of every virtual stage, in model order.
         stages: pipeline ranks.
     """
 
@@ -98,7 +98,7 @@ def _drop_halves(block: Any) -> None:
 
 
 def modules_held(chunk: Any) -> int:
-    """Attentions and MLPs of a built chunk, of which a layer of a HybridModel is one."""
+    """The attentions and MLPs of a built chunk; a layer of a HybridModel is one of the two."""
     (inner,) = unwrap_model([chunk])
     if isinstance(inner, HybridModel):
         return len(inner.decoder.layers)

@@ -1,6 +1,6 @@
 """Rotary embeddings of a packed row: each position's place in its own sample.
 
-The module makes those of the first positions, by whatever rules it has, and the row's are picked from them. Megatron
+The module makes the first positions' rotations, by whatever rules it has, and the row's are picked from them. Megatron
 keeps what it has made for the latest 32 lengths; here lengths are powers of two, so that all of them are few.
 """
 
@@ -15,7 +15,7 @@ from megatron_dynapipe.megatron.equip.told import Channel
 
 _MARK = "_dynapipe_rotations"
 _DIMENSIONS = 4
-"""Of rotations [positions, 1, 1, channels]."""
+"""The number of dimensions of rotations [positions, 1, 1, channels]."""
 
 
 def equip_rotations(chunks: Sequence[nn.Module], channel: Channel) -> None:
@@ -29,13 +29,13 @@ def equip_rotations(chunks: Sequence[nn.Module], channel: Channel) -> None:
 
 
 def _rotations(make: Callable[..., Any], channel: Channel, length: int, *arguments: Any, **keywords: Any) -> Any:
-    """Of `length` positions, or of a row's; one tensor, or one with a scale (YaRN)."""
+    """The rotations of `length` positions, or of a row's; one tensor, or one with a scale (YaRN)."""
     row = channel.told.row
     needed = length if row is None else int(row.max_seqlen_kv)
     most = 1 << max(needed - 1, 0).bit_length()
     made = make(most, *arguments, **keywords)
     rotations: Tensor = made[0] if isinstance(made, tuple) else made
-    axis = rotations.dim() - _DIMENSIONS  # a module may stack those of two bases
+    axis = rotations.dim() - _DIMENSIONS  # a module may stack the rotations of two bases
     if row is None:
         rotations = rotations.narrow(axis, 0, length)
     else:

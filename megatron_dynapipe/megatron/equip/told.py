@@ -1,4 +1,4 @@
-"""What modules are told of a micro-batch, beside the model's call.
+"""What modules are told of a micro-batch apart from the model's call.
 
 Host, block and layers see one sequence of batch size 1 where samples are packed: Megatron's own way to name samples in
 a row (`PackedSeqParams`) changes how its attention shapes, rotates and masks, differently for each kind of layer. So a
@@ -44,7 +44,7 @@ class Channel:
     """Holds what a rank's modules are told.
 
     Attributes:
-        told: of the micro-batch whose pass runs.
+        told: what is told of the micro-batch whose pass runs.
     """
 
     def __init__(self) -> None:

@@ -50,8 +50,8 @@ def run_iteration(
     """Run a plan, and Megatron's finalisation; totals, the last stage's loss reports, and the batch's labels or None.
 
     Args:
-        runner: of this rank.
-        plan: of this rank's stage.
+        runner: this rank's.
+        plan: this rank's stage's.
         models: this rank's model chunks, wrapped in Megatron's `DistributedDataParallel`.
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
@@ -211,7 +211,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
         return partial(self._start, model, held_back=True)
 
     def after_weights(self, instruction: BackwardWeight) -> None:
-        """Reduce what is left of the chunk's gradients if this was the last of its backward passes' halves."""
+        """Reduce the rest of the chunk's gradients if this was the last of its backward passes' halves."""
         if self._may_release(instruction):
             self._release(instruction.chunk)
             if self._overlaps:

@@ -27,10 +27,10 @@ class IterationRunner:
         settings: those that plans are made with; may be replaced by others of the same layout.
         required: which of a micro-batch's tensors this rank's stage reads.
         make_batch: host tensors to what the step function takes.
-        seed: of dropouts.
+        seed: draws dropouts.
 
     Attributes:
-        shape: of the micro-batch whose pass is running; None before the first.
+        shape: the shape of the micro-batch whose pass is running; None before the first.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class MegatronStage:
             (`hooks.timers`).
         forward_step: Megatron's step function.
         load: makes a micro-batch's device tensors.
-        instructions: of the list that runs, which say how many micro-batches there are, by which Megatron divides a
+        instructions: the list that runs, which says how many micro-batches there are, by which Megatron divides a
             loss that is not one per token, and which backward passes run in halves.
         is_last: whether this rank's last chunk ends the pipeline.
         equips: whether the models are given what planned rows, pieces and halves need; a step function with batches of
@@ -53,7 +53,7 @@ class MegatronStage:
             weight with those still to come. `after_weights` is called after it.
 
     Attributes:
-        labels: of the global batch, once Megatron's finalisation has counted them; else None.
+        labels: the global batch's, once Megatron's finalisation has counted them; else None.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class MegatronStage:
         return output if is_last or isinstance(output, tuple | list) else (output,)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """By the optimizer's loss scale, if it has one."""
+        """Scale by the optimizer's loss scale, if it has one."""
         scale = self._config.grad_scale_func
         scaled: torch.Tensor = loss if scale is None else scale(loss)
         return scaled

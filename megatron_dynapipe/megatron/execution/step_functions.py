@@ -201,10 +201,10 @@ def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> D
 
 
 def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The tensors on the device, in the order given; None stays None, and on a CPU so does everything.
+    """Copy tensors to the device, in their order; None stays None, and a CPU takes the tensors as they are.
 
-    In one copy, of the pinned buffer in which they lie or are gathered: a copy from other memory waits for the device's
-    work.
+    It is one copy, of the pinned buffer in which they lie or are gathered: a copy from other memory waits for the
+    device's work.
     """
     if device.type == "cpu":
         return list(tensors)

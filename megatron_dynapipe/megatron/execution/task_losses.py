@@ -14,7 +14,7 @@ from megatron_dynapipe.megatron.hooks.active_run import LOSS_NAME
 BY_TASK = "by task"
 """In a micro-batch's report: float32[tasks seen so far, 2], sum and number of the losses of each task."""
 _SOME = 1e-30
-"""In place of no token: nothing beside one."""
+"""In place of no token: nothing next to one."""
 
 
 def sums_by_task(
@@ -26,7 +26,7 @@ def sums_by_task(
         losses: float32[n], 0 where one does not count.
         mask: float32[n], 1 where one counts.
         tasks: int64[n] or of a shape of as many elements.
-        rows: of the result; None looks for the last task, for which the host waits for a device.
+        rows: the result's; None looks for the last task, for which the host waits for a device.
     """
     places = tasks.reshape(-1)
     sums = losses.new_zeros(int(places.max()) + 1 if rows is None else rows, 2)
@@ -75,7 +75,7 @@ def named_losses(
     them has is left out, and the whole loss is 0 where no token counts: Megatron would log either as not a number.
 
     Args:
-        reports: of each micro-batch; (sum, number) by name, which add up, or means, of which the mean is taken.
+        reports: each micro-batch's; (sum, number) by name, which add up, or means, whose mean is taken.
         tasks: all names.
         replicas: over which Megatron reduces.
     """

@@ -41,8 +41,8 @@ def open_runner(
     Args:
         control: by which ranks tell each other where they are.
         settings: those that plans are made with.
-        device: of this rank.
-        dtype: of the tensors that cross stage boundaries.
+        device: this rank's.
+        dtype: the type of the tensors that cross stage boundaries.
         timeout_s: deadline of every transfer.
         adds_up: steps sum losses over all ranks; Megatron's loop does it by itself.
         through_host: messages go through the host, so that nothing is pending on a device while a pass waits for it.

@@ -38,7 +38,7 @@ from megatron_dynapipe.runtime import BufferTable, PassContext, pass_handlers
 LENGTH = 8
 """Positions of the longer padded micro-batches, in multiples of lengths, where samples may be as long."""
 ROWS = (272, 400)
-"""Positions of packed rows: three and four blocks of `flex_attention`, none of which is full."""
+"""Positions of packed rows: three and four blocks of `flex_attention`; none is full."""
 
 
 def warm_up(

@@ -1,7 +1,7 @@
 """Megatron's checkpoints of a run, by its arguments: where they lie, and which one training goes on from.
 
-Trackers are looked at before Megatron does: where it cannot read one, it ends with status 0; where there is none, it
-begins anew, over the checkpoints that are there.
+A run reads the trackers before Megatron does. If Megatron cannot read one, it ends with status 0; if there is none, it
+starts from iteration 0 and writes over the checkpoints that are there.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RELEASE = "release"
 """A tracker's word for a checkpoint that no run saved, and its folder's name."""
 
 _WRITTEN_LAST = ("metadata.json", "dynapipe.json")
-"""Files of which a complete checkpoint has one."""
+"""A complete checkpoint has one of these files."""
 
 
 def check_trackers(args: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def _check_readable(tracker: Path) -> str:
 
 
 def _check_there(folder: Path, step: int) -> None:
-    """Refuse a `--ckpt-step` of which a folder has no checkpoint."""
+    """Refuse a `--ckpt-step` that a folder has no checkpoint of."""
     if not (folder / f"iter_{step:07d}").is_dir():
         complete = [name.removeprefix("iter_").lstrip("0") or "0" for name in _complete(folder)]
         raise ConfigError(

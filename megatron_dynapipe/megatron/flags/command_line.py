@@ -52,7 +52,7 @@ ARGS_DEFAULTS: dict[str, Any] = {
 """Defaults of Megatron's arguments, by destination, for every planned run."""
 
 type Fit = Callable[[argparse.Namespace, ModelFamily, Sequence[argparse.Action]], None]
-"""Changes parsed flags before they are checked, of a family of models, beside Megatron's own arguments."""
+"""Changes parsed flags before they are checked, for a family of models, next to Megatron's own arguments."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Flags and environment variables that are not taken, the published DynaPipe's and older ones: what to give instead.
 
-Giving one stops the run in one line. Those that the fork has of its Megatron-LM, and today's has no longer, are among
-them: `fork.txt`. Those of the same name and meaning as here are not in it:
+Giving one stops the run in one line. `fork.txt` lists them, with flags of the fork's Megatron-LM that today's has no
+longer, and without flags that have the same name and meaning here:
 `--use-dynapipe`, `--dynapipe-cost-model`, `--dynapipe-device-memory-limit`, `--dynapipe-limit-rc-type`,
 `--dynapipe-reserve-all-memory`, `--tokens-per-global-batch`, `--train-epochs`.
 """

@@ -96,7 +96,7 @@ HARMLESS = {field: reason for reason, fields in _HARMLESS.items() for field in f
 
 
 def model_fields(config: "TransformerConfig", args: argparse.Namespace) -> dict[str, str]:
-    """The fields that make it this model: values other than Megatron's defaults, less those of the tables above."""
+    """The fields that make it this model: values other than Megatron's defaults, without the tables' above."""
     fields = {name: value for name, value in _changed(config) if name not in {*HARMLESS, *TRAINING}}
     names = [*ARGUMENTS, *(["max_position_embeddings"] if args.position_embedding_type == "learned_absolute" else [])]
     values = {name: getattr(args, name, None) for name in names}

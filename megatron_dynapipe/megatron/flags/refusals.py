@@ -23,7 +23,7 @@ class Refusal(NamedTuple):
     """Names that may not be asked for.
 
     Attributes:
-        names: of arguments or fields of configuration.
+        names: arguments or fields of configuration.
         why: the reason.
         unasked: their value if nobody asks, where that is not false.
         taken: words that may be asked for; empty for none.
@@ -37,7 +37,7 @@ class Refusal(NamedTuple):
     beside: str = ""
 
     def asked(self, value_of: Asked) -> Iterator[str]:
-        """Those of the names that are asked for."""
+        """The names, of these, that are asked for."""
         for name in self.names.split() if not self.beside or value_of(self.beside) else ():
             value = value_of(name)
             if value and value != self.unasked and not self._takes(value):
@@ -170,7 +170,7 @@ SCRIPTS = (
     Refusal("lazy_mpu_init", "process groups must exist when a run begins"),
     Refusal("yaml_cfg", "it replaces the command line, which is what is checked; pass --dynapipe-config FILE"),
 )
-"""For Megatron's own loop, in a patched checkout, too: what a command line asks for besides the model."""
+"""For Megatron's own loop, in a patched checkout, too: what a command line asks for apart from the model."""
 
 ENTRY_SCRIPTS = (
     Refusal(
@@ -225,7 +225,7 @@ def check(args: argparse.Namespace, family: ModelFamily, known: Sequence[argpars
 
     Args:
         args: as parsed, not yet changed by Megatron's own checks.
-        family: of the model.
+        family: the model's.
         known: Megatron's own arguments, by which a name's flag is found.
 
     Raises:

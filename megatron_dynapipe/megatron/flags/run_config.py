@@ -33,7 +33,7 @@ class RunConfig:
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
         planners: planner processes of the job: one, or one on each node.
-        planner_cores: of each, which plan so many iterations at once; None for what ranks leave.
+        planner_cores: cores of each planner, which plans so many iterations at once; None for what ranks leave.
         shape: sizes of the model.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.

@@ -97,7 +97,7 @@ def micro_batch_shape(size: int, length: int) -> tuple[int, int]:
 
 
 def counters(args: argparse.Namespace) -> Any:
-    """The object that holds the `COUNTERS` of Megatron's loop: its namespace, out of which they are to move (#3554).
+    """The object that holds the `COUNTERS` of Megatron's loop: its namespace, from which they are to move away (#3554).
 
     Raises:
         UnsupportedMegatronError: they have moved.

@@ -19,14 +19,14 @@ from typing import Any
 from megatron_dynapipe.checkout.version import INSTALL_HINT, found_version, megatron_folders
 from megatron_dynapipe.core.errors import UnsupportedMegatronError
 from megatron_dynapipe.cpu.platform import resolve
-from megatron_dynapipe.megatron.hooks import active_run, gloo_reductions, optimizer_patches, replacements
+from megatron_dynapipe.megatron.hooks import active_run, gloo_reductions, repairs, replacements
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 TRAINING = "megatron.training.training"
 
 
 type Name = tuple[str, str, tuple[str, ...]]
-"""A module or class, a function in it or a class's method, and those of its parameters that are passed."""
+"""A module or class, a function in it or a class's method, and the parameters of it that are passed."""
 type Call = tuple[str, str, str]
 """A module, a function in it, and what is called in its body."""
 
@@ -36,10 +36,7 @@ _SCHEDULE_PARAMETERS = (
 )
 NAMES: tuple[Name, ...] = (
     *((row.owner, row.name, row.parameters) for row in replacements.TABLE if not row.optional),
-    *(
-        (optimizer_patches.MODULE, f"{optimizer_patches.CLASS}.{patch.name}", patch.parameters)
-        for patch in optimizer_patches.PATCHES
-    ),
+    *((repairs.MODULE, f"{repairs.CLASS}.{patch.name}", patch.parameters) for patch in repairs.PATCHES),
     (gloo_reductions.MODULE, gloo_reductions.NAME, ("group", "device", "async_ops")),
     (SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config")),
     (SCHEDULES, "forward_backward_no_pipelining", _SCHEDULE_PARAMETERS),
@@ -125,7 +122,7 @@ def missing_name(row: Name) -> str:
 
 
 def missing_calls(rows: Sequence[Call], through: str | None = None) -> list[str]:
-    """The calls that are not there; those of a patch go `through` the module's name."""
+    """The calls that are not there; a patch's calls go `through` the module's name."""
     missing = []
     for module, function, callee in rows:
         code = _functions(module).get(function)

@@ -3,7 +3,7 @@
     logits [s, b, v] ──► forward     maximum, sum of exp(x - maximum), label's logit of each row, in fp32
                      └─► backward    softmax · outer, less outer at the label: gradient [s, b, v], in the logits' type
 
-On a GPU `torch.compile` makes a kernel of each pass, which moves 2 and 4 bytes of a bf16 logit. Where it cannot, and on
+On a GPU `torch.compile` makes a kernel of each pass, which moves 2 and 4 bytes of a bf16 logit. If it cannot, and on
 a CPU, some rows are taken at a time, so that what they are in fp32 stays in a cache. Megatron's own makes an fp32 copy
 of all logits, goes through it seven times, and keeps a softmax in fp32.
 """
@@ -83,7 +83,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> T
 
 
 def row_sums(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row its maximum, and less it the sum of exponentials and the logit at its column; all in fp32 [rows]."""
+    """Each row's maximum, and, less that, the sum of exponentials and the logit at its column; all in fp32 [rows]."""
     wide = rows.float()
     maximum = wide.amax(dim=1).clamp_min(_LEAST)  # a rank's logits may all be minus infinity
     shifted = wide - maximum[:, None]

@@ -1,4 +1,4 @@
-"""Kernels that PyTorch has fused, where Megatron would take those of Transformer Engine or apex and finds neither.
+"""Kernels that PyTorch has fused, if Megatron would take Transformer Engine's or apex's and finds neither.
 
     PyTorch's Adam    one kernel for all parameters of a kind (`fused=True`), where Megatron asks for none
     weight gradient   of linear layers, added to the gradient buffer by the product itself

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynapipe.cpu.platform import resolve
-from megatron_dynapipe.megatron.hooks import active_run, optimizer_patches
+from megatron_dynapipe.megatron.hooks import active_run, repairs
 from megatron_dynapipe.megatron.hooks.active_run import PlannedRun
 from megatron_dynapipe.megatron.hooks.extra_states import with_empty_states
 from megatron_dynapipe.megatron.hooks.originals import Originals, Replacement
@@ -125,7 +125,7 @@ def _reading(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any
 
 
 def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
-    """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, of which planned runs use none."""
+    """Leave out what a wheel has no Makefile for: helpers of Megatron's datasets, which planned runs do not use."""
     makefile = Path(inspect.getfile(compile_helpers)).with_name("Makefile")
     return compile_helpers if makefile.is_file() else lambda: None
 
@@ -263,12 +263,12 @@ def installed(run: PlannedRun) -> Iterator[None]:
         ConfigError: a run is active already.
     """
     active_run.activate(run)
-    optimizer_patches.apply()
+    repairs.apply()
     originals = Originals()
     originals.install(TABLE)
     try:
         yield
     finally:
         originals.revert()
-        optimizer_patches.revert()
+        repairs.revert()
         active_run.deactivate()

@@ -37,7 +37,7 @@ def add_times(timers: Timers | None, trace: Trace, waited_seconds: float) -> Non
 
     Args:
         timers: those of the model's configuration; Megatron takes them away while it evaluates.
-        trace: of the iteration; at this log level Megatron has waited for the device, so that reading it does not.
+        trace: the iteration's; at this log level Megatron has waited for the device, so that reading it does not.
         waited_seconds: for the plan; counted to the time that a batch takes.
     """
     if timers is None or not isinstance(timers(FORWARD, log_level=LOG_LEVEL), Timer):

@@ -14,7 +14,7 @@ from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.megatron.hooks.originals import Replacement
 
 _CHANGES = ("special_tokens", "metadata_path", "tokenizer_special_tokens", "tokenizer_metadata")
-"""Arguments that make another tokenizer of the same folder; the last two are those of 0.18."""
+"""Arguments that make another tokenizer of the same folder; 0.18 has the last two."""
 
 
 def pad_vocabulary(args: argparse.Namespace, tokens: int) -> None:

@@ -135,7 +135,7 @@ class SdpaCoreAttention(MegatronModule):
         mask = attention_mask
         causal = causal and attention_mask is None
         if causal and attention_bias is None and query.is_cuda and not self.dropout:
-            # Asked of short rows, too: those of the warm-up, where nothing waits for the kernel's first use.
+            # Short rows ask, too, as in the warm-up, where nothing waits for the kernel's first use.
             heads = query.size(2), key.size(2)
             self._cudnn = cudnn_attention(query.device, query.dtype, heads, query.size(3), self.softmax_scale)
             if self._cudnn is not None and query.size(0) >= LEAST:

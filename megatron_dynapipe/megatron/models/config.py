@@ -41,10 +41,10 @@ class ModelConfig:
         softmax_scale: factor of attention's scores; None for Megatron's own, 1 / √(head size).
         sequence_parallel: whether states between layers are sharded over the tensor-parallel ranks.
         fp32_residual: whether states between layers are of fp32.
-        dtype: of parameters.
-        gradient_dtype: of the buffer that gradients are added up in.
+        dtype: the type of parameters.
+        gradient_dtype: the type of the buffer that gradients are added up in.
         dropout: whether anything is dropped.
-        pattern: of a HybridModel's modules, without stages; empty for other models.
+        pattern: a HybridModel's modules, without stages; empty for other models.
         experts: in place of a GPT's feed-forward networks; None for none.
         arguments: the namespace, from which Megatron makes its own configuration.
     """

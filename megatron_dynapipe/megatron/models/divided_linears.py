@@ -7,7 +7,7 @@ A forward pass whose backward pass the plan divides runs the layers' linears thr
 from autograd: so nothing touches the weight's gradient, nor the hooks on it, before the second half. All other passes
 run Megatron's own function. Embedding, head, norms and attention belong to the first half.
 
-Transformer Engine's linears hand what is left of a backward pass to a store (`delay_wgrad_compute`). Theirs is first
+Transformer Engine's linears hand the rest of a backward pass to a store (`delay_wgrad_compute`). Theirs is first
 in, first out for each module, while a plan runs second halves in any order and whole passes between them; and their
 own `backward_dw` expects no second first half before it. So the store of each is one of ours (`EngineStore`).
 
@@ -84,8 +84,8 @@ class Product:
     """The tensors that the first half of a linear's backward pass leaves to the second.
 
     Attributes:
-        weights: of one linear, or of a grouped one's experts.
-        operands: of the product.
+        weights: one linear's, or the experts' of a grouped one.
+        operands: the product's.
         gradients: the weights' gradients from whole operands, as autograd is to take them.
     """
 
@@ -108,7 +108,7 @@ class WeightHalves:
     """The products that first halves leave to second ones.
 
     Attributes:
-        key: of the pass that runs, if its backward pass is divided.
+        key: names the pass that runs, if its backward pass is divided.
     """
 
     key: Key | None = None
@@ -125,7 +125,7 @@ class WeightHalves:
         passes: the latest node runs first.
 
         Args:
-            key: of the first half.
+            key: names the first half.
             done: called after each product with the weights that are still to come; without it all are one graph.
         """
         products = self._left.pop(key, [])
@@ -142,7 +142,7 @@ class WeightHalves:
         self._left.clear()
 
     def linear(self, megatrons: Callable[..., Tensor], gradient_group: Any, **settings: Any) -> Tensor:
-        """In place of a layer's `_forward_impl`."""
+        """Takes the place of a layer's `_forward_impl`."""
         weight: Tensor = settings["weight"]
         if self.key is None or not torch.is_grad_enabled() or not weight.requires_grad:
             return megatrons(**settings)
@@ -182,7 +182,7 @@ class _DividedLinear(torch.autograd.Function):
         call: _Call = ctx.call
         of_input = gradient.matmul(call.weight)
         work = None
-        # What follows until the wait runs beside the transfer.
+        # What follows until the wait runs during the transfer.
         if call.gathers_input:
             whole = of_input
             of_input = torch.empty_like(inputs)
@@ -224,7 +224,7 @@ class _WeightGradient(torch.autograd.Function):
         ctx.product = ctx.following = None
         product.start()
         if following is not None:
-            following.start()  # beside this product
+            following.start()  # during this product
         return None, None, *product.run()
 
 
@@ -256,10 +256,10 @@ def _added(weight: Any) -> Tensor | None:
 
 
 class EngineStore:
-    """In place of the `WeightGradStore` of one of Transformer Engine's linears, which adds weight gradients up itself.
+    """Replaces the `WeightGradStore` of one of Transformer Engine's linears, which adds weight gradients up itself.
 
     Args:
-        halves: of the rank.
+        halves: the rank's.
         linear: a `Linear`, `LayerNormLinear` or `GroupedLinear`.
     """
 
@@ -312,7 +312,7 @@ class DividedModule:
     """A module that asks for itself whether a pass is divided, and leaves products.
 
     Attributes:
-        halves: of the rank, once there is a planned iteration.
+        halves: the rank's, once there is a planned iteration.
     """
 
     halves: WeightHalves | None = None

@@ -22,7 +22,7 @@ from megatron_dynapipe.megatron.models.packed_rows import PackedRow
 ENGINE = "transformer_engine.pytorch"
 _INSTEAD = "PyTorch's FlashAttention runs"
 ASKED_LENGTH = 128
-"""Of the two samples of the row that Transformer Engine is asked about; kernels take any length."""
+"""Positions of the two samples in the row that Transformer Engine is asked about; kernels take any length."""
 
 
 class EngineCoreAttention(SdpaCoreAttention):
@@ -59,10 +59,10 @@ def has_fused_kernel(
     """Whether Transformer Engine has a kernel that keeps no scores for packed rows of such heads; says so if not.
 
     Args:
-        heads: of queries.
-        groups: of keys and values.
-        channels: of a head.
-        dtype: of queries, keys and values.
+        heads: heads of queries.
+        groups: groups of keys and values.
+        channels: channels of a head.
+        dtype: the type of queries, keys and values.
         mask: its type.
         instead: what runs without one.
         special: fields of `AttentionParams` that the others do not give: other channels of values, a window, sinks.

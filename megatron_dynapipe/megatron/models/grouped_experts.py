@@ -4,7 +4,7 @@
     weights   A     B   C              backward functions for each, which with many experts takes the host longer than
                                        the device
 
-Weights stay those of Megatron's experts, with their names and gradients. They are put one behind another for each
+Weights stay Megatron's experts' weights, with their names and gradients. They are put one behind another for each
 product, which takes a copy, and again in the backward pass rather than kept.
 """
 

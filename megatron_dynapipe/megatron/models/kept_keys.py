@@ -84,7 +84,7 @@ class KeptKeys:
         self._pieces.clear()
 
     def before(self, cut: CutSegment) -> list[KeptPiece]:
-        """The pieces that a piece attends to besides itself, in order.
+        """The pieces that a piece attends to in addition to itself, in order.
 
         Raises:
             ExecutionError: they do not cover the positions before it: their forward passes have not run here.
@@ -105,7 +105,7 @@ class KeptKeys:
     def keep(
         self, key: Tensor, value: Tensor, offsets: Sequence[int], cuts: Mapping[int, CutSegment]
     ) -> tuple[Tensor, Tensor]:
-        """A row's keys and values, whose gradients are to take up those of later pieces.
+        """A row's keys and values, whose gradients are to take up later pieces' gradients.
 
         Args:
             key: [t, groups, channels].
@@ -129,7 +129,7 @@ class KeptKeys:
         return joined
 
     def take_up(self, name: tuple[int, int], gradients: Sequence[Tensor], place: slice) -> None:
-        """Add a piece's gradients to those of its row, and drop it."""
+        """Add a piece's gradients to its row's, and drop it."""
         for gradient, added in zip(gradients, self._pieces.pop(name).gradients, strict=False):
             gradient[place] += added
 

@@ -3,12 +3,12 @@
     last layer    attention [s, b, h] ──► rows with labels [n, 1, h] ──► MLP ──► norm ──► head, loss [1, n]
 
 A position without a label has no gradient from there on, so that leaving it out is exact. Rows are taken where
-Megatron's layer would add cross-attention to its states, of which a decoder-only layer has none; a stage that begins
+Megatron's layer would add cross-attention to its states, which a decoder-only layer lacks; a stage that begins
 with the last layer's MLP takes them too, so that messages keep their shapes. They are taken before the last norm where
 experts count all positions, and on a stage that holds no layer.
 
 Collation pads the rows with some that do not count, so that there always are some: every pass runs the same modules,
-and its gradients become ready as those of other replicas do. Under sequence parallelism each rank takes an even part.
+and its gradients become ready as other replicas' do. Under sequence parallelism each rank takes an even part.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class RowGather(IdentityFuncOp):
 
 
 def row_gather(models: Sequence[nn.Module]) -> RowGather:
-    """The module that takes the rows in a rank's model chunks, of which it is made a part."""
+    """The module that takes the rows in a rank's model chunks; it becomes a part of them."""
     gather = RowGather()
     for chunk in unwrap_model(list(models)):
         if isinstance(chunk, DECODER_ONLY) and chunk.post_process:

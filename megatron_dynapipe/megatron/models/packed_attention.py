@@ -69,7 +69,7 @@ def kernel_takes(dtype: torch.dtype, head_size: int, *, on_cuda: bool, dropout: 
 def attend_in_kernel(
     query: Tensor, key: Tensor, value: Tensor, row: PackedSeqParams, *, causal: bool, scale: float
 ) -> Tensor:
-    """One kernel over all segments; arguments and result as of `attend_by_sample`."""
+    """One kernel over all segments; with the arguments and the result of `attend_by_sample`."""
     attended = varlen_attn(
         query,
         key,
@@ -98,7 +98,7 @@ def attend_by_sample(
     kept: KeptKeys | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of each segment by itself, those of like lengths together.
+    """Attention of each segment by itself, segments of like lengths together.
 
     Args:
         query: [t, heads, channels].
@@ -230,7 +230,7 @@ def _by_head(tensor: Tensor, times: int = 1) -> Tensor:
 def attend_pieces_in_kernel(
     query: Tensor, key: Tensor, value: Tensor, row: PackedRow, kept: KeptKeys, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """One causal kernel (`attend`) over all segments of a row with pieces; the rest as of `attend_by_sample`."""
+    """One causal kernel (`attend`) over all segments of a row with pieces; otherwise as `attend_by_sample`."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
     starts = row.starts()

@@ -52,7 +52,7 @@ class PackedRow(AttentionRows):
         return any(cut.start for cut in self.cuts.values())
 
     def starts(self) -> list[int]:
-        """Where the segments begin, and where the last one ends."""
+        """The places at which the segments begin and the last one ends."""
         return [0, *accumulate(self.lengths_q)]
 
     def later_keys(self, segment: int, like: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class PackedRow(AttentionRows):
         return mask
 
     def pick(self, rotations: Tensor) -> Tensor:
-        """Rotations [t, 1, 1, channels] of every position of the row, from those of the first positions.
+        """Rotations [t, 1, 1, channels] of every position of the row, picked from the first positions'.
 
         There are as many as positions where they have been picked before, or there is one sample alone.
         """
@@ -104,7 +104,7 @@ class DeviceSegments:
         *,
         multiple: int = LENGTH_MULTIPLE,
     ) -> "DeviceSegments":
-        """The segments of samples of these positions, of which some may be pieces, and of the row's tail."""
+        """The segments of samples of these positions, which may be pieces, and of the row's tail."""
         starts = tuple(accumulate(lengths, initial=0))
         host = RowSegments.of(starts, round_up(starts[-1], multiple), cuts)
         return cls(
@@ -121,7 +121,7 @@ def self_row(segments: DeviceSegments, cross: PackedRow | None = None) -> Packed
 
 
 def attention_row(queries: DeviceSegments, keys: DeviceSegments, cross: PackedRow | None = None) -> PackedRow:
-    """The arguments of attention of one row's segments to those of another, segment i to segment i.
+    """The arguments of attention of one row's segments to another's, segment i to segment i.
 
     The tail of the queries' row joins the last sample where the keys' row has no tail. Queries without keys come out of
     FlashAttention as zeros, but of cuDNN before 9.25 as NaN, which no mask of the loss takes out again

@@ -22,7 +22,7 @@ from megatron_dynapipe.outputs import say
 
 TRIED_ON = {(9, 0): (128,)}
 """Head sizes by compute capability for which it is tried: on an H200 cuDNN took 0.55 to 0.61 of FlashAttention 2's time
-in bf16, for rows of 512 to 4,096 positions with as many heads of keys as of queries (`benchmarks/gpu`)."""
+in bf16, for rows of 512 to 4,096 positions with as many heads for keys as for queries (`benchmarks/gpu`)."""
 LEAST = 512
 """Positions of the shortest rows that take it: shorter ones have not been measured, and padding would weigh more."""
 STEP = 64
@@ -35,9 +35,9 @@ PROBE = (2, LEAST)
 TIMED = (4, 2048)
 """Rows and positions by which the kernel's results and its time are tried."""
 TURNS = 3
-"""Of both kernels when they are timed; the fastest of each counts."""
+"""Calls of both kernels when they are timed; the fastest of each counts."""
 ROUNDINGS = 4
-"""Of bf16 that the two kernels may lie apart, relative to the largest value."""
+"""How far the two kernels may lie apart in bf16, relative to the largest value."""
 
 
 _BOTH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
@@ -48,10 +48,10 @@ class CudnnAttention:
 
     Args:
         device: where it runs.
-        dtype: of queries, keys and values.
-        heads: of queries, and of keys and values, on this rank.
-        channels: of a head.
-        scale: of the scores.
+        dtype: the type of queries, keys and values.
+        heads: this rank's heads of queries, and of keys and values.
+        channels: channels of a head.
+        scale: multiplies the scores.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def cudnn_attention(
 
     It is tried once, and a line says what came of it: this PyTorch may refuse it, its result or gradients may not be
     FlashAttention's, it may take longer. The time is tried with random numbers of the device, whose state is put back.
-    Arguments as of `CudnnAttention`.
+    The arguments are `CudnnAttention`'s.
     """
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return None

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 PADDED_FORMAT = "sbhd"
-"""`qkv_format` of rows one beside another: [length, b, heads, channels]."""
+"""`qkv_format` of rows next to one another: [length, b, heads, channels]."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class AttentionRows(PackedSeqParams):
     cross: "AttentionRows | None" = None
 
     def pick(self, rotations: Tensor) -> Tensor:
-        """Rotations [t, 1, 1, channels] of every position, from those of the first positions."""
+        """Rotations [t, 1, 1, channels] of every position, picked from the first positions'."""
         return rotations
 
 

@@ -1,4 +1,4 @@
-"""Positions in a T5's layers, besides learned embeddings: rotary embeddings and relative position biases."""
+"""Positions in a T5's layers, other than learned embeddings: rotary embeddings and relative position biases."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Positions:
     Attributes:
         kind: one of `T5_POSITIONS`.
         rotary_percent: share of a head's channels that are rotated.
-        rotary_base: of the rotations' frequencies.
+        rotary_base: the base of the rotations' frequencies.
         rotary_interpolation: factor by which longer sequences are squeezed; None for none.
         relative_buckets: rows of a table of relative biases.
         relative_max_distance: distance from which all positions share a bucket.
@@ -55,7 +55,7 @@ class StackInputs:
 
     Attributes:
         state: [length, b, h]; divided in its first dimension under sequence parallelism.
-        mask: of its self-attention.
+        mask: its self-attention's mask.
         arguments: further ones of Megatron's block: rotations, biases, the packed row.
     """
 
@@ -65,7 +65,7 @@ class StackInputs:
 
 
 class StackPositions:
-    """The arguments that one stack on one stage hands to its layers beside their input.
+    """The arguments that one stack on one stage hands to its layers with their input.
 
     Args:
         rotary: Megatron's `RotaryEmbedding`, or None.
@@ -94,8 +94,8 @@ class StackPositions:
         """The stack's input and what its layers take with it.
 
         Args:
-            state: the stack's input, as of `StackInputs`.
-            mask: of its self-attention, in the layers' form.
+            state: the stack's input, as in `StackInputs`.
+            mask: its self-attention's mask, in the layers' form.
             length: positions of the whole sequence; of a packed row's longest segment.
             row: where samples lie, for layers without masks.
         """
@@ -122,7 +122,7 @@ class StackPositions:
 
 
 def shared_over_layers(state: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """`value` for use by all layers that follow from `state`, each of which may be computed again on its own.
+    """`value` for use by all layers that follow from `state`; each of them may be computed again on its own.
 
     Megatron's recomputation runs a backward pass of its own for each layer, in which every layer would go back through
     the graph that made `value`, and only the first would find it. So the layers get a leaf, which gathers their

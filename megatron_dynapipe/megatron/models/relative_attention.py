@@ -30,7 +30,7 @@ LEAST = BLOCK + 1
 is another, and a single block would be compiled in.
 """
 LEAST_HEAD_SIZE = 16
-"""Channels of a head, of which flex_attention's kernels take no fewer."""
+"""The fewest channels of a head that flex_attention's kernels take."""
 
 
 def biases_take_kernel(device: torch.device, head_size: int, *, dropout: bool) -> bool:
@@ -50,7 +50,7 @@ def attend_with_biases(
         row: where the segments lie; none of them a piece.
         bias: [1, heads, n, n] of at least the longest segment; of distances alone, as relative positions are.
         causal: whether later keys are hidden.
-        scale: of the scores.
+        scale: multiplies the scores.
 
     Returns:
         [t, heads, channels].

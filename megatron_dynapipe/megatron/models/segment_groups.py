@@ -116,7 +116,7 @@ def like_segments(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]
 def _places(
     lengths: Sequence[int], order: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where the positions of segments in an order are in the row, each padded to a width, and which are real.
+    """The places in the row of the positions of segments in an order, each padded to a width, and which are real.
 
     Padding is at the segment's first position.
     """

@@ -1,4 +1,4 @@
-"""Weights of Megatron's models of which several stages hold copies: tied embeddings, tables of position biases.
+"""Weights of Megatron's models that several stages hold copies of: tied embeddings, tables of position biases.
 
 Megatron shares one weight of the first and last stage (and one of the encoder's and decoder's first) as part of
 `finalize_model_grads`; here any weight and any stages, by `runtime.shared_weights` after that function's data-parallel

@@ -66,9 +66,9 @@ def t5_layer(
     Args:
         config: the model's configuration.
         attention: the layer's core attention.
-        decoder: of the decoder.
-        engine: of Transformer Engine's modules, instead of Megatron's local ones.
-        biases_hide: later keys are hidden by biases, so that self-attention need not hide them itself.
+        decoder: whether it is the decoder.
+        engine: whether its modules are Transformer Engine's, not Megatron's local ones.
+        biases_hide: whether biases hide later keys, so that self-attention need not do so itself.
 
     Raises:
         ConfigError: Transformer Engine is asked for and not installed.

@@ -12,7 +12,7 @@ from megatron_dynapipe.megatron.models.padded_rows import AttentionRows, decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class T5StageInputs:
-    """The inputs of a stage of one micro-batch besides the boundary tensors: b rows, s input and t target positions.
+    """A stage's inputs of one micro-batch, other than boundary tensors: b rows, s input and t target positions.
 
     Masks are True where attention is forbidden. What a stage has no use for may be None; a packed row (b is 1) and the
     layers of Transformer Engine have no masks.
@@ -42,7 +42,7 @@ def padded_attention(shape: Shape, input_lengths: Tensor, decoder_lengths: Tenso
     """The arguments of attention over padded rows, by names in `T5StageInputs`: masks, or rows for Transformer Engine.
 
     Args:
-        shape: of the micro-batch.
+        shape: the micro-batch's.
         input_lengths: int[b], positions of every input.
         decoder_lengths: int[b], of every target.
         engine: whether attention is Transformer Engine's.

@@ -78,7 +78,7 @@ class T5Stack(TransformerBlock):
     ) -> ShardedStateDict:
         """Checkpoint entries under the layers' indices in the whole stack, so that any split can load them.
 
-        The forms are those of Megatron's block: by default the layers of a stack lie along a new first dimension.
+        The forms are as in Megatron's block: by default the layers of a stack lie along a new first dimension.
         """
         metadata = metadata or {}
         one_key_per_layer = metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards")

@@ -31,7 +31,7 @@ LOG_S = 10.0
 HURRIED_BUDGET_S = 60.0
 """Below this, such as at the start of training, points are repeated less."""
 SHARE_OF_PACKED = 0.3
-"""Of the time for measuring, that packed rows may take, beyond the fewest that a fit needs."""
+"""The share of measuring time that packed rows may take, beyond the fewest that a fit needs."""
 
 
 def profile(
@@ -131,7 +131,7 @@ def _modes(names: Sequence[str]) -> list[Recompute]:
 
 
 def _measure(profiler: Profiler, budget_s: float, *, show: bool) -> None:
-    """Run the profiler under a bar of seconds: what is left of it is the time left at most."""
+    """Run the profiler under a bar of seconds, which shows the time that remains at most."""
     started = time.monotonic()
     shown = 0.0
     layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s, {remaining} left{postfix}"

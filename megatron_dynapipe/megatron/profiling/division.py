@@ -39,7 +39,7 @@ from megatron_dynapipe.megatron.profiling.packed import MeasuredRows, Row, of_ro
 POSITIONS = 1024
 """Positions of the micro-batches that are measured, about."""
 POSITIONS_OF_PRODUCTS = {"cpu": 1024, "cuda": 16384}
-"""Of the largest micro-batch whose weight gradients are measured; on a GPU smaller products wait for their launches."""
+"""Positions of the largest micro-batch whose weight gradients are measured: a GPU waits for launches of small ones."""
 PARTS_OF_PRODUCTS = (2, 4)
 """Others have so many times fewer."""
 SHARE = 4
@@ -49,7 +49,7 @@ LONG_FOR_PIECES = 512
 ROWS = {"encoder": 3, "decoder": 4, "expert": 3}
 """Packed rows of each kind in which attention is measured by itself."""
 _PREFIXES = ((1, 2), (1, 7), (4, 1), (4, 4))
-"""Eighths of the longest sample: those of a piece, and those before it."""
+"""Eighths of the longest sample: a piece's, and the ones before it."""
 _LARGEST = 2**24
 _LINEAR = (1, 1, 0, 1)
 """The columns of `_terms` without attention's inside."""
@@ -260,11 +260,11 @@ def _divided(
     """How a layer's costs are divided, but for weight gradients.
 
     Args:
-        terms: of the rows that were measured.
+        terms: the terms of the rows that were measured.
         layer: bytes that a layer stores, `[rows]`.
         attention: `Values` of its attention, `[rows, 4]`; without times in rows that were measured for memory alone.
-        mlp: of its MLP, as in `Halves`.
-        parameters: of attention and of the MLP.
+        mlp: its MLP's, as in `Halves`.
+        parameters: attention's and the MLP's.
         packed: a packed row's peak is linear in its positions, as in its tables.
     """
     mlps = terms @ mlp.T

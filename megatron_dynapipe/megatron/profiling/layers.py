@@ -112,7 +112,7 @@ class MeasuredModule:
 
     @property
     def expert_parameters(self) -> int:
-        """Number of those of experts, which ranks may share."""
+        """The number of experts' parameters, which ranks may share."""
         return sum(p.numel() for name, p in self.module.named_parameters() if ".experts." in name) // self.layers
 
 

@@ -68,7 +68,7 @@ class Noise:
     """How quiet the machine was while this rank measured.
 
     Attributes:
-        spreads: of each point's repeats: between the quartiles of their times, relative to the median.
+        spreads: distances between the quartiles of each point's times, relative to the median.
         processor_s, wall_s: this thread's processor time while passes ran one after another, and the time that passed;
             0 where passes wait for a device or for other ranks.
     """
@@ -101,7 +101,7 @@ class Scope:
         parts: what is measured, by name.
         modes: recompute modes of the layers; the head has none.
         within: the largest size and lengths of a micro-batch that a run may ask for.
-        most_positions: of one micro-batch that is measured.
+        most_positions: the most positions of a micro-batch that is measured.
         platform: the device's clock.
         shared: whether ranks share the layers; if not, each measures points of its own.
         hurried: as in `measure`.

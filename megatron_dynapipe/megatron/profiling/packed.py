@@ -1,7 +1,7 @@
 """Measuring packed rows: a few of different totals and lengths for every layer and mode, and the tables fitted to them.
 
 The head has no attention: it costs a packed row what it costs one padded sample of as many positions.
-Where losses are of targets the head runs a small share of a row's positions, so it is measured with as few.
+If targets alone have losses, the head runs a small share of a row's positions, so it is measured with as few.
 """
 
 import itertools
@@ -29,10 +29,10 @@ FEW = 64
 LENGTHS = (16, 64, 256)
 """Positions of their samples, and the longest that a run may have."""
 RATIOS = (1, 2, 8)
-"""Of inputs to targets, in a decoder's rows."""
+"""Ratios of inputs to targets, in a decoder's rows."""
 SPREAD = 2.0
 """Samples are up to so many times shorter or longer than the length that a row is of. No two are alike, nor are a
-sample's input and target: equal ones attend in fewer calls than those of a run, and pad less."""
+sample's input and target: equal ones attend in fewer calls than a run's, and pad less."""
 _STEPS = ((math.sqrt(5) - 1) / 2, math.sqrt(2) - 1)
 """Of inputs and of targets, by which the logarithms of lengths go round evenly (Weyl's sequence)."""
 

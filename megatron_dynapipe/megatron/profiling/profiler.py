@@ -19,11 +19,11 @@ from megatron_dynapipe.megatron.profiling.measure import Scope, Values, at_once,
 SMOOTH_ENOUGH = 0.08
 """Expected error times distance (in octaves) below which no point is worth measuring any more."""
 LONGEST_SHARE = 0.01
-"""Of the budget, that one forward and backward may take; longer ones are extrapolated."""
+"""The share of the budget that one forward and backward may take; longer ones are extrapolated."""
 
 _STOP = -1
 _NUMBERS = 5
-"""Of a choice: index, dimensions, and up to three of these."""
+"""A choice: index, dimensions, and up to three of these."""
 
 Surface = tuple[str, Recompute]
 NextPoint = tuple[int, Point]

@@ -1,8 +1,8 @@
 """Layers of a recipe of Megatron-Bridge to be measured, as the recipe's own provider builds them.
 
-A model of few layers is built, so that costs are of the recipe's attention, norms, experts and kernels, of whichever
-family they are. Where layers with windows alternate with others, as many are built as alternate: a layer's costs are
-the mean of theirs.
+A model of few layers is built, so that the recipe's own attention, norms, experts and kernels are measured, of
+whichever family they are. If layers with windows alternate with others, as many are built as alternate: a layer's costs
+are the mean of theirs.
 """
 
 import importlib

@@ -99,7 +99,7 @@ def cost_file(
 
 
 def _trained_mb(parts: Mapping[str, MeasuredModule]) -> dict[LayerKind, float]:
-    """Of a layer of each kind."""
+    """Costs of a layer of each kind."""
     kinds = (kind for kind in LAYER_KINDS if kind in parts)
     return {kind: parts[kind].trained_parameters * _STATE_BYTES / BYTES_PER_MB for kind in kinds}
 

@@ -47,7 +47,7 @@ class ProfileSetup:
     Attributes:
         args: Megatron's namespace of the run, on this many pipeline stages; for Megatron alone.
         model: whose layers are measured.
-        layout: of a T5's layers over the stages; None for a GPT.
+        layout: the layout of a T5's layers over the stages; None for a GPT.
         within: the micro-batches that the run's own flags allow.
         packs: whether micro-batches may be packed rows.
         device: this rank's.
@@ -83,12 +83,12 @@ def prepared(
     """Parse a run's flags, make process groups over the ranks there are, seed; undone at the block's end.
 
     Args:
-        flags: of Megatron and DynaPipe, run files written out (`config.expand`); the layout's are replaced.
+        flags: Megatron's and DynaPipe's, run files written out (`config.expand`); the layout's are replaced.
         family: kind of model.
         tensor_parallel: ranks that share a layer.
         pipeline_parallel: pipeline stages; the ranks left over are replicas.
         expert_parallel: ranks that share experts; None as the flags say.
-        layers_per_stage: of each (virtual) stage; None splits layers equally.
+        layers_per_stage: layers of each (virtual) stage; None splits layers equally.
         chunks: virtual stages of a rank.
         vocabulary: tokens, for a model without a dataset; None takes the dataset's.
 

@@ -26,10 +26,10 @@ class Host(Protocol):
 
     Attributes:
         sources: where plans and samples come from.
-        device: of this rank.
-        dtype: of the states that cross stage boundaries.
-        weights_dtype: of parameters.
-        seed: of dropouts.
+        device: this rank's.
+        dtype: the type of the states that cross stage boundaries.
+        weights_dtype: the type of parameters.
+        seed: draws dropouts.
         log_interval: iterations between two lines of the log.
         names_tasks: whether step functions report losses by task.
         reserves_all_memory: whether all that plans may use of a GPU has been taken before the first iteration.
@@ -63,7 +63,7 @@ class Host(Protocol):
         """The run in words, for the head of its report."""
 
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:
-        """Host tensors to what the step function takes."""
+        """The function that makes of host tensors what the step function takes."""
         return batch_maker(models)
 
     def begin_iteration(self) -> None:

@@ -32,12 +32,12 @@ class RunLog:
 
     Args:
         host: the program that trains.
-        inputs: of its plans, as they are on all ranks.
+        inputs: what its plans are made from, as on all ranks.
         control: the group of all ranks.
         about: the run in words.
         longest: the shape that a run without planning would pad every sample to.
         stage: this rank's.
-        stages: of the pipeline.
+        stages: the number of the pipeline's stages.
         measured: takes what was measured of an iteration, once it is known.
 
     Attributes:
@@ -112,7 +112,7 @@ class RunLog:
             say(text)
 
     def add_start(self, spent: str | None) -> None:
-        """Once the first iteration is over: where the time since the launch went; None if that has been told."""
+        """Take the parts of the time since the launch after the first iteration; None if they have been told."""
         if spent is not None:
             self._recorder.add_start(spent)
             say(f"the start took {spent}")
@@ -177,7 +177,7 @@ class RunLog:
     def flops(self, count: float) -> float:
         """Floating-point operations of the latest training iteration, from their number over whole samples.
 
-        Positions without labels leave out those of the last MLP and the head.
+        Positions without labels do not count in the last MLP and the head.
         """
         left_out = 0 if self.latest is None else self.latest.entry.totals.left_out
         executed = count - left_out * self._host.flops_of_label
@@ -211,7 +211,7 @@ class RunLog:
         )
 
     def _without_loss(self) -> str:
-        """That there is no loss, which Megatron's line leaves out; empty where there is one."""
+        """A word that there is no loss, which Megatron's line leaves out; empty if there is one."""
         if self._labels is not None and not self._labels:
             return " no token of this batch counts |"
         totals = [report[LOSS_NAME].flatten()[0] for report in self._reports if LOSS_NAME in report]

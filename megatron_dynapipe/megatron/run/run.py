@@ -58,12 +58,12 @@ class Run:
 
     Args:
         host: the program that trains.
-        clock: of this start; by default one that begins with this process.
+        clock: times this start; by default it begins with this process.
 
     Attributes:
-        timeout_s: deadline of every wait in an iteration.
+        timeout_s: the deadline of every wait in an iteration.
         inputs: what plans are made from; None before the start.
-        iterators: of the splits, by name; empty before the start.
+        iterators: the splits' iterators by name; empty before the start.
         log: what the run says; None before the start.
     """
 

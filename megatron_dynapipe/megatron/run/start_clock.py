@@ -1,4 +1,4 @@
-"""Where the start of a run went, from the launch of this process to the end of the first iteration.
+"""The parts of a run's start, from the launch of this process to the end of the first iteration.
 
 launch ── imports ── arguments ── costs ── layer split ── … ── first iteration ──► training
 """

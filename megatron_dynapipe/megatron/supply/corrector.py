@@ -42,7 +42,7 @@ class Corrector:
         settings: those that plans are made with.
         stage: this rank's.
         ahead: iterations that planners are ahead of training.
-        first_iteration: of this start.
+        first_iteration: the first iteration of this start.
         is_computed: costs are computed: how long passes take over one another is looked at, and not how long they take.
         adopt: has planners know a correction; whether they do.
     """

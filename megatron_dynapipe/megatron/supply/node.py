@@ -26,7 +26,7 @@ class NodeGroup:
     """The ranks of one node. All of them make it; its methods may be called from several threads, one for each tag.
 
     Args:
-        rank: of this process.
+        rank: this process's.
         firsts: for each rank of the job, whether it is the first of its node; ranks of a node follow one another.
         timeout_s: how long a rank waits for the node's first, or the first for a rank.
 

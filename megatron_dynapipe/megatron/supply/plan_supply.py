@@ -1,4 +1,4 @@
-"""Where a rank's plans come from: the store, the planners that fill it, the iterators that read it.
+"""The sources of a rank's plans: the store, the planners that fill it, the iterators that read it.
 
 rank 0             starts the store, or finds the one it was given, and names the launch
 first of a node    starts the node's planner process (without a number of cores only rank 0's node has one); fetches the
@@ -178,7 +178,7 @@ class PlanSupply:
         return entry
 
     def _end(self, planned: PlannedIterator, tag: int) -> None:
-        """End the thread that reads ahead, and those of the node's other ranks that wait for this one."""
+        """End the thread that reads ahead, and let the node's other ranks wait for this one no longer."""
         if self._source is not None:
             self._source.close()
         planned.close()

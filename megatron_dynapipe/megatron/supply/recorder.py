@@ -49,7 +49,7 @@ class Recorder:
         folder: where records and pictures go; the records of another run are replaced.
         run: what all iterations have in common; rank 0 records it.
         collect: takes every rank's records to rank 0, where it returns them by rank; nodes may share no folder.
-        rank: of this process.
+        rank: this process's.
         tensor_rank: its tensor-parallel rank; one rank of a stage speaks for it.
         write_metrics: gives an iteration's numbers to Megatron's writers.
         memory: what the device's allocator has counted; None where none counts.
@@ -159,7 +159,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _never_failing(self, doing: str) -> Iterator[None]:
-        """Whatever fails in the block, training and its exit status are those of a run without records; warns once."""
+        """Whatever fails in the block, training and its exit status are as without records; warns once."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a full disk, a picture that cannot be drawn, a store that is gone

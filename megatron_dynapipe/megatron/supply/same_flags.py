@@ -1,4 +1,4 @@
-"""What is the same on all ranks: every flag but for those of the tables below, so that a stale run file is one error.
+"""What is the same on all ranks: every flag except the ones in the tables below, so that a stale run file is one error.
 
 Ranks compare one digest, and say what differs. Of flags it is of what was parsed, before anything is made of it:
 Megatron's arguments and ours, those at their defaults, too. What Megatron makes of equal flags is equal.

@@ -1,1 +1,1 @@
-"""`megatron-dynapipe certify`: a run trained as planned and in one process without plans, held against each other."""
+"""`megatron-dynapipe certify`: a run trained as planned is compared with one process without plans."""

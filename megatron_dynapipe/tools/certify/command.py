@@ -96,7 +96,7 @@ def _words(flags: Sequence[str], said: Callable[[str], None], *, full: bool) -> 
 
 
 def _default_ranks(words: Sequence[str], said: Callable[[str], None]) -> int:
-    """Those of two replicas where this machine has as many devices, or cores where it has none."""
+    """The ranks of two replicas if this machine has as many devices, or cores if it has no device."""
     places = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     ranks, replicas = command_lines.default_ranks(words, places=places)
     if replicas == 1:

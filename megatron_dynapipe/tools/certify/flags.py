@@ -65,7 +65,7 @@ ALONE = (
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--tp-comm-overlap"),
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--dynapipe-slices"),
 )
-"""Flags of a layout besides, which one process does without."""
+"""More flags of a layout, which one process does without."""
 OTHERS = (
     *("--save", "--load", "--tensorboard-dir", "--wandb-project", "--train-epochs", "--train-iters", "--train-samples"),
     *("--dynapipe-report-dir", "--dynapipe-elastic", "--non-persistent-save-interval", "--async-save", "--ckpt-step"),
@@ -96,7 +96,7 @@ PRECISION = ("--bf16", "--fp16", "--grad-reduce-in-bf16", "--fp16-lm-cross-entro
 
 
 def words_of(flags: Sequence[str]) -> list[str]:
-    """The training command's flags, with run files written out, without those of the run around its training."""
+    """The training command's flags, with run files written out, without flags for what is around the training."""
     return config.without_flags(config.expand(flags[1:] if flags[:1] == ["--"] else flags), OTHERS)
 
 

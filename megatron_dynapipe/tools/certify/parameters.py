@@ -124,7 +124,7 @@ def _moment(optimizers: Sequence[Any], key: str, parameter: nn.Parameter) -> tor
     """A part of the optimizer's state of a parameter, in the parameter's shape; zeros before a step was made."""
     for optimizer in optimizers:
         if any(parameter in buffer.param_index_map for buffer in getattr(optimizer, "buffers", ())):
-            # Divided among replicas, of which some may have nothing of it.
+            # Divided among replicas; some may have nothing of it.
             whole = torch.zeros(parameter.numel(), device=parameter.device)
             if parameter in optimizer.model_param_group_index_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]

@@ -84,7 +84,7 @@ class ProbedRun(ScriptRun):
 
 
 class _Probe:
-    """Runs of one iteration through this rank's models, none of which leaves anything behind."""
+    """Runs of one iteration through this rank's models; none leaves anything behind."""
 
     def __init__(self, planned: ProbedRun, models: list[Any], step: Any, item: PlannedIteration) -> None:
         self.planned = planned

@@ -159,7 +159,7 @@ class Certified:
         self.record.notes = [f"optimizer.lr = {optimizer.lr}, optimizer.weight_decay = {optimizer.weight_decay:g}"]
 
     def _tell_routers(self, row: Row) -> Row:
-        """A row of one sample, which the next pass runs: routers' terms are those of planned iterations."""
+        """A row of one sample, which the next pass runs: routers have the same terms as in planned iterations."""
         tokens = row["tokens"]
         assert tokens is not None
         for router in self._routers:
@@ -195,7 +195,7 @@ class Certified:
 
     @property
     def _has_steps(self) -> bool:
-        """Whether this run's steps are compared: in fp32, as those of entry scripts."""
+        """Whether this run's steps are compared: in fp32, as entry scripts' steps are."""
         return self.role != BEGIN and self.precision == FP32
 
 

@@ -15,7 +15,7 @@ MOMENTS = {
     "adam": {"exp_avg": "first moments", "exp_avg_sq": "second moments"},
     "sgd": {"momentum_buffer": "momentum"},
 }
-"""Sets of parts; those of the optimizer's state by `--optimizer` and its own names."""
+"""Sets of parts; the optimizer's state by `--optimizer` and its own names."""
 
 Part = tuple[str, list[int], list[int], torch.Tensor]
 """A rank's part of a parameter: name, place in the whole, the whole's shape, values."""

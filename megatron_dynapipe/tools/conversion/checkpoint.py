@@ -92,7 +92,7 @@ def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) 
     _check_rows(path, rows or {})
     with _reading(path):
         loaded = dist_checkpointing.load({"model": _entries(model)}, str(path), validate_access_integrity=False)
-    model.load_state_dict(loaded["model"], strict=False)  # entries beside the parameters differ between versions
+    model.load_state_dict(loaded["model"], strict=False)  # entries other than parameters differ between versions
     return path
 
 

@@ -167,7 +167,7 @@ def _true_type(source: Path, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _write_config(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:
-    """The configuration as it is, but for some fields: written by transformers, a T5's would read as of a tied head.
+    """The configuration as it is, but for some fields: written by transformers, a T5's would say that its head is tied.
 
     The weights are written as plain numbers, so nothing of a quantization is left.
     """

@@ -1,4 +1,4 @@
-"""A HuggingFace model's run file: `costing.hugging_face`'s flags, those of its numbers, and what has none refused."""
+"""A HuggingFace model's run file: `costing.hugging_face`'s flags, flags for numbers; what has no flag is refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ _MERGE = (
 )
 
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The settings that `--use-rope-scaling` has besides its factor."""
+"""The settings of `--use-rope-scaling` other than its factor."""
 _NOT_YARNS = {"attention_factor", "partial_rotary_factor"}
 """Settings of YaRN that no flag has."""
 

@@ -1,4 +1,4 @@
-"""The parameters of each family: Megatron's names beside HuggingFace's."""
+"""The parameters of each family: Megatron's names and HuggingFace's."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -97,7 +97,7 @@ def published(model: Any) -> Mapping[str, Tensor]:
 
 
 def _check_complete(model: Any, report: Mapping[str, Any], source: Path) -> None:
-    """Refuse files without some of the model's weights, which `transformers` makes up, or with weights beside them."""
+    """Refuse files that lack weights, which `transformers` makes up, or have weights that the model lacks."""
     missing = set(report["missing_keys"])
     hint = "download the model whole; one without its head, or with another task's, cannot be converted"
     if model.config.is_encoder_decoder and model.lm_head.weight is model.shared.weight:

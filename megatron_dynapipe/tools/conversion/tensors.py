@@ -21,7 +21,7 @@ def _alone(tensor: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter of Megatron's model, and those of HuggingFace's that hold the same numbers.
+    """One parameter of Megatron's model, and HuggingFace's parameters that hold the same numbers.
 
     Attributes:
         ours: its name in Megatron's model.

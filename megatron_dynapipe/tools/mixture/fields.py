@@ -182,7 +182,7 @@ def _templated(spec: TaskSpec, input_template: str, target_template: str, empty:
     try:
         with bounded():
             templates = environment.from_string(input_template), environment.from_string(target_template)
-    except Exception as error:  # a template is a program, constant parts of which are computed here
+    except Exception as error:  # a template is a program; its constant parts are computed here
         raise ConfigError(
             f"task {spec.name or spec.task_column}: expected a Jinja template: {described(error)}"
         ) from error

@@ -121,7 +121,7 @@ def text_of(message: Message) -> str:
 
 
 def texts_of(message: Message) -> Iterator[str]:
-    """The texts of a message's content: one, or those of its parts."""
+    """The texts of a message's content: one, or its parts' texts."""
     content = message.get("content") or ""
     yield from [content] if isinstance(content, str) else (part["text"] for part in content)
 
@@ -132,7 +132,7 @@ def thought_of(message: Message) -> str:
 
 
 def objects(value: Any, name: str) -> list[dict[str, Any]]:
-    """A list of objects, which, or each of which, may be JSON text; raises RowError where it is none."""
+    """A list of objects; it, or each of them, may be JSON text. Raises RowError if it is no such list."""
     try:
         if isinstance(value, str):
             value = msgspec.json.decode(value)

@@ -39,7 +39,7 @@ _PACKED = (".gz", ".bz2", ".zst")
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
 _SIDE_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What `datasets` writes beside rows."""
+"""What `datasets` writes next to rows."""
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 """Splits, and how names of files and folders say them."""
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -104,7 +104,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _of_split(source: Path, files: Sequence[Path], split: str | None) -> list[Path]:
-    """Those of a split; raises DataError where none is asked for and the files are of several."""
+    """The files of a split; raises DataError if no split is asked for and the files belong to several."""
     base = Path(*source.parts[: next((at for at, part in enumerate(source.parts) if set(part) & set("*?[")), None)])
     of = {file: _split_of(file.relative_to(base)) for file in files}
     if split is not None:

@@ -187,7 +187,7 @@ class ChatTemplate:
         return [self.written(conversation.until(answer)) for answer in conversation.answers]
 
     def _formed(self, conversation: Conversation) -> tuple[Conversation, Rendered, list[int]]:
-        """The conversation in the form of which its template writes most, that text, and contents that it lacks."""
+        """The conversation in the form that its template writes most of, that text, and contents that it lacks."""
         has_tools = conversation.tools is not None
         reads_thoughts = self._render.reads(THOUGHTS[0], has_tools)
         has_tags = _CLOSES in self._render.source(has_tools)

@@ -271,7 +271,7 @@ class Encoder:
         return statuses
 
     def _shortened(self, samples: _Samples, statuses: npt.NDArray[np.uint8]) -> list[Sequence[int]]:
-        """All parts' tokens, without those of what is truncated or left out."""
+        """All parts' tokens, without what is truncated or left out."""
         ids = [part.tokens for part in samples.parts]
         for sample in map(int, np.flatnonzero(statuses != KEPT)):
             for at, limit in enumerate(self._settings.limits):
@@ -322,7 +322,7 @@ def _digest(*parts: str) -> int:
 NOISE = 0.15
 """Share of the tokens that are removed, and …"""
 MEAN_SPAN = 3.0
-"""… the mean length of a removed span: those of T5."""
+"""… the mean length of a removed span: both as for T5."""
 LEAST_TOKENS = 2
 
 

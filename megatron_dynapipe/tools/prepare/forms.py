@@ -2,7 +2,7 @@
 
 Templates differ in what they read: calls' arguments as objects or as JSON text, content as a text or as a list of
 parts, a thought under a key of its own or within the content, a developer or only a system. A row has one of these; the
-form of which nothing is lost is the one that is meant.
+form in which nothing is lost is the one that is meant.
 """
 
 import itertools

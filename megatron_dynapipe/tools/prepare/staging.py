@@ -1,6 +1,6 @@
 """Encoded samples on the way to a dataset: a file for each column, which grows as blocks of samples are appended.
 
-The folder stands beside the dataset under a name of its own. A run that was killed leaves it, and the next clears it.
+The folder stands next to the dataset under a name of its own. A run that was killed leaves it, and the next clears it.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ class Staging:
 
 
 def _with_bits(lost: npt.NDArray[np.uint64], names: list[str], all_names: list[str]) -> npt.NDArray[np.uint64]:
-    """The bits of names in one list as those of the same names in another."""
+    """The bits of names in one list, moved to the same names' bits in another."""
     bits = np.zeros_like(lost)
     for at, name in enumerate(names[:MOST_LOST]):
         if (place := all_names.index(name)) < MOST_LOST:
@@ -117,7 +117,7 @@ def _with_bits(lost: npt.NDArray[np.uint64], names: list[str], all_names: list[s
 
 @contextlib.contextmanager
 def staging_folder(output: Path) -> Iterator[Path]:
-    """The folder beside a dataset in which it is made; no other process has it at the same time.
+    """The folder next to a dataset in which it is made; no other process has it at the same time.
 
     Raises:
         DataError: another process is making the same dataset, or a folder of this name holds something else.

@@ -92,7 +92,7 @@ class Ends:
         return Part([*tokens, self.eos], after=1)
 
     def document(self, tokens: Sequence[int], *, ends: bool) -> list[int]:
-        """A whole text of which every token is predicted."""
+        """A whole text; every token of it is predicted."""
         return [*self.before, *tokens, *((self.eos,) if ends else ())] if tokens else []
 
 

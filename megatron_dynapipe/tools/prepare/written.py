@@ -26,7 +26,7 @@ from megatron_dynapipe.tools.mixture.messages import (
 
 CALLS = "tool_calls"
 _TEXTS = 64
-"""Texts that are remembered: those of a conversation are looked at several times."""
+"""The most texts that are remembered: a conversation's texts are looked at several times."""
 _SHORT = 12
 """Characters of a text that may stand by chance anywhere in a template's own."""
 _TAGS = re.compile(r"</?think>")

@@ -146,7 +146,7 @@ def _is_before(record: Record, end: int | None) -> bool:
 
 
 def stage_medians(run: Run) -> dict[int, dict[str, float]]:
-    """Where every stage's time went in an iteration, in ns by part: medians over iterations and replicas.
+    """The parts of every stage's time in an iteration, in ns: medians over iterations and replicas.
 
     The bubble is the wait for a peer that had not begun to send, 0 where no timeline was recorded. The first iteration,
     which pays for starting up, is left out if there are more.
@@ -199,7 +199,7 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> dict[str, dict[str, dic
 
 
 def _tokens(records: Sequence[EvaluationRecord]) -> dict[str, int]:
-    """The tokens of one of the last evaluations, all of which are of the same samples."""
+    """The tokens of one of the last evaluations; all of them ran the same samples."""
     last = max(record.iteration for record in records)
     counts: dict[str, float] = defaultdict(float)
     for record in records:
@@ -223,7 +223,7 @@ def _losses(records: Sequence[StageRecord | EvaluationRecord]) -> dict[str, dict
 
 
 def _timelines(records: Sequence[TimelineRecord], run: RunRecord | None) -> tuple[RecordedTimeline, ...]:
-    """The timelines of which every stage is there: ranks are read while they write."""
+    """The timelines in which every stage is there: ranks are read while they write."""
     groups: dict[tuple[int, int], dict[int, TimelineRecord]] = defaultdict(dict)
     for record in records:
         groups[record.iteration, record.replica][record.stage] = record

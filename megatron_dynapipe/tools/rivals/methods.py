@@ -11,7 +11,7 @@
     padding             every sample padded to the maximum length
 
 All but the first take one recompute mode, and of several sizes of micro-batches the one of least predicted time. The
-rows of other trainers run in pipelines set up by hand (`tools.rivals.pipelines`), the fastest of which counts.
+rows of other trainers run in pipelines set up by hand (`tools.rivals.pipelines`); the fastest pipeline counts.
 """
 
 from collections.abc import Iterable

@@ -26,7 +26,7 @@ from megatron_dynapipe.costing import CostModel, Kind, Links, PipelineLayout
 from megatron_dynapipe.sampling import GlobalBatch
 
 CHARGED = ((1, 1), (1, 0), (0, 1))
-"""Whether inputs' and targets' positions count where those of a packed row are charged to its samples."""
+"""Whether inputs' and targets' positions count when a packed row's positions are charged to its samples."""
 _ROUNDING_NS = 2.0
 """By how much the planner's integer interpolation may come out below exact costs."""
 

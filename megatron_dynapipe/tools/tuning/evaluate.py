@@ -3,9 +3,9 @@
     pipeline ─────────────────────────► │ reduce-scatter (or all-reduce) │ step │ all-gather
     (planned: forward, backward, transfers)  per stage; the slowest stage counts
 
-Where a run overlaps them, passes hide a part of reduction and gathering (`tuning.overlap`). Gradients are reduced in
-fp32, as Megatron does for bf16. A ring's messages cross the links inside a node first, then between nodes those of
-every device's own link, then inside the node again:
+If a run overlaps them, passes hide a part of reduction and gathering (`tuning.overlap`). Gradients are reduced in
+fp32, as Megatron does for bf16. A ring's messages cross the links inside a node first, then every device's
+own link between nodes, then the links inside the node again:
 
     inside a node of l replicas      2 (l - 1) / l · bytes          at a link inside the node
     between m nodes                  2 (m - 1) / m · bytes / l      at a link between nodes
@@ -220,7 +220,7 @@ _STEP_BYTES = 30
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates that the reduction and the step depend on besides layout and links.
+    """The rates that the reduction and the step depend on, in addition to layout and links.
 
     Attributes:
         gradient_bytes: of a parameter's gradient in the reduction.
@@ -329,7 +329,7 @@ def token_flops(settings: PlannerSettings, state: ModelState, counted: float = 1
 
 
 def _ring_ns(settings: PlannerSettings, size_bytes: float, replicas: int, apart: int) -> float:
-    """An all-reduce of so many bytes over replicas of a stage, of which every `apart`-th takes part."""
+    """An all-reduce of so many bytes over replicas of a stage; every `apart`-th takes part."""
     network = settings.network
     inside = max(1, math.gcd(replicas, network.devices_per_node // settings.tensor_parallel // apart))
     nodes = replicas // inside

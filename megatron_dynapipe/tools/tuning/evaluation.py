@@ -73,7 +73,7 @@ class Evaluation:
 def evaluations_of(
     candidates: Sequence[Candidate], cost_model: CostModel, batches: Sequence[GlobalBatch], rates: StepRates
 ) -> list[Evaluation]:
-    """Candidates with their bounds, without those whose layers are split as those of one before."""
+    """Candidates with their bounds, without any whose layers are split as an earlier one's."""
     works: dict[tuple[int, int], list[LeastWork]] = {}
     evaluations: list[Evaluation] = []
     seen: set[PlannerSettings | Candidate] = set()

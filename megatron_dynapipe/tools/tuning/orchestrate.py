@@ -166,7 +166,7 @@ class OrchestrationProblem:
 
     @property
     def unit_sizes(self) -> list[int]:
-        """Numbers of micro-batches that a unit may have: divisors of those of an iteration."""
+        """Numbers of micro-batches that a unit may have: divisors of an iteration's number."""
         count = self._global_batch_size // self._micro_batch_size
         return [size for size in range(1, count + 1) if count % size == 0]
 

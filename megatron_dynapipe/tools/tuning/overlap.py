@@ -11,7 +11,7 @@ parameters before the first forward that needs it. The first pipeline stage has 
                     └ exposed
 
 A later stage ends its last backward earlier and begins its first forward later than the first one, which hides more.
-That kernels of reductions slow those of passes down is not counted. Sources: Megatron's `DistributedDataParallel`
+That reductions' kernels slow passes' kernels down is not counted. Sources: Megatron's `DistributedDataParallel`
 (bucket_size) and `_ParamAndGradBuffer`.
 """
 
@@ -46,7 +46,7 @@ class EdgePasses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def edge_passes(plan: IterationPlan) -> EdgePasses:
-    """Those of a plan, as it predicts them."""
+    """The times of a plan, as it predicts them."""
     first: list[dict[int, Span]] = [{} for _ in range(plan.pipeline_stages)]
     last: list[dict[int, Span]] = [{} for _ in range(plan.pipeline_stages)]
     for replica in plan.replicas:

@@ -136,7 +136,7 @@ class _Rivals:
         self._of = {name: [one.under(theirs) for one in evaluations] for name, theirs in rivals.items()}
 
     def best(self, workers: Workers, *, on: Mapping[str, Any] | None = None) -> dict[str, TunedLayout]:
-        """Each way's best layout, of all or of those of some sizes; those without a plan are left out."""
+        """Each way's best layout, of all or of some sizes; layouts without a plan are left out."""
         found = {}
         for name, every in self._of.items():
             own = [one for one in every if on is None or one.candidate.sizes.items() >= on.items()]

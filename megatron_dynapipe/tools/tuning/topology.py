@@ -28,13 +28,13 @@ _NOTHING = 1e-9
 """Shares of a unit below it are rounding."""
 
 type Counts = tuple[int, ...]
-"""Devices on each node: free ones, or those of a stage."""
+"""Devices on each node: free ones, or a stage's."""
 type _Placing = Callable[[Counts, Counts], Iterator[Counts]]
 """The devices that a stage may take, by the nodes and their free devices."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Devices in nodes, the last of which may be smaller.
+    """Devices in nodes; the last node may be smaller.
 
     Attributes:
         devices: of all nodes, at most 64.
@@ -166,7 +166,7 @@ def _all_choices(nodes: Counts, free: Counts) -> Iterator[Counts]:
 
 
 def _few_choices(nodes: Counts, free: Counts) -> Iterator[Counts]:
-    """The next devices in order, those of unused nodes first, or one of every node in turn."""
+    """The next devices in order, unused nodes' first, or one of every node in turn."""
     seen = set()
     unused = sorted(range(len(nodes)), key=lambda node: free[node] != nodes[node])
     for need in range(1, sum(free) + 1):

@@ -44,7 +44,7 @@ def joined(rows: _Rows, rows_each: int | None) -> Iterator[_Rows]:
 def rows_of_rule(
     problem: BatchProblem, rule: Rule, longest_input: int, hidden_size: int, *, parts: int = 1
 ) -> Iterator[_Rows]:
-    """The rule's micro-batches, for rows of several sizes, the first of which is such a part of the longest sample.
+    """The rule's micro-batches, for rows of several sizes; the first size is such a part of the longest sample.
 
     Raises:
         PlanningError: the rule does not serve these replicas.

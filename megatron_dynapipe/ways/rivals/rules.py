@@ -7,7 +7,7 @@ slime        THUDM/slime (`build_dp_schedule` in slime/utils/dp_schedule.py, 624
              divided by FLOPs, the largest micro-batches split to a multiple of the replicas
 
 A sample's length is its input and target positions together. Each function returns indices of the samples of every
-micro-batch, of which i runs on replica i mod replicas; none where there are fewer samples than micro-batches needed.
+micro-batch; micro-batch i runs on replica i mod replicas. None if there are fewer samples than micro-batches needed.
 `tests/upstream/test_packing.py` compares them with these files. Rules that these two beat, or that train on no replica
 alone, are in `benchmarks/planning`.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 Rows = list[list[int]]
 
 _VERL_LINEAR = 24576
-"""Work of a position beside attention in verl, in squared positions: of a model of hidden size 4,096."""
+"""Work of a position outside of attention in verl, in squared positions: for a model of hidden size 4,096."""
 
 
 class Room(NamedTuple):
@@ -135,7 +135,7 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
 
 @lru_cache(maxsize=4096)
 def _differenced(work: tuple[int, ...], parts: int, equal_counts: bool) -> tuple[tuple[int, ...], ...]:
-    """`differencing`, of which neighbouring sizes of rows ask the same."""
+    """`differencing`, remembered, since neighbouring sizes of rows ask the same."""
     ascending = sorted(range(len(work)), key=lambda item: (work[item], item))
     step = parts if equal_counts else 1
     heap = []

@@ -7,7 +7,7 @@
     packed_rows  samples in packed rows of up to the longest length, first fit decreasing
     verl, slime  samples in packed rows as these trainers make them, see `ways.rivals.rules`
 
-Each takes one recompute mode for all. Where the number is not given, several are offered and the fastest is taken.
+Each takes one recompute mode for all. If the number is not given, several are offered and the fastest is taken.
 """
 
 import enum

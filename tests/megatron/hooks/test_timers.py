@@ -4,38 +4,27 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dynapipe.core import instructions as ins
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.instructions import (
-    Backward,
-    Buffer,
-    Forward,
-    Free,
-    Load,
-    Payload,
-    RecvStart,
-    RecvWait,
-    SendStart,
-    SendWait,
-)
 from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.megatron.entry import checkout
 from tests.helpers.processes import in_ranks
 
 MS = 1_000_000
-ACTIVATION, GRADIENT = Payload.ACTIVATION, Payload.GRADIENT
+ACTIVATION, GRADIENT = ins.Payload.ACTIVATION, ins.Payload.GRADIENT
 TRACE = [
     # instruction, milliseconds
-    (Load(0), 3),
-    (RecvStart(ACTIVATION, 0, 0, 0, ((8, 1, 4),)), 1),
-    (RecvWait(ACTIVATION, 0, 0, 0), 20),
-    (Forward(0, 0), 30),
-    (Free(Buffer.DATA, 0, 0), 500),
-    (Forward(1, 0), 12),
-    (SendStart(ACTIVATION, 0, 0, 2, ((8, 1, 4),)), 2),
-    (SendWait(ACTIVATION, 0, 0, 2), 5),
-    (RecvWait(GRADIENT, 0, 0, 2), 40),
-    (Backward(0, 0), 60),
-    (SendStart(GRADIENT, 0, 0, 0, ((8, 1, 4),)), 6),
+    (ins.Load(0), 3),
+    (ins.RecvStart(ACTIVATION, 0, 0, 0, ((8, 1, 4),)), 1),
+    (ins.RecvWait(ACTIVATION, 0, 0, 0), 20),
+    (ins.Forward(0, 0), 30),
+    (ins.Free(ins.Buffer.DATA, 0, 0), 500),
+    (ins.Forward(1, 0), 12),
+    (ins.SendStart(ACTIVATION, 0, 0, 2, ((8, 1, 4),)), 2),
+    (ins.SendWait(ACTIVATION, 0, 0, 2), 5),
+    (ins.RecvWait(GRADIENT, 0, 0, 2), 40),
+    (ins.Backward(0, 0), 60),
+    (ins.SendStart(GRADIENT, 0, 0, 0, ((8, 1, 4),)), 6),
 ]
 
 

@@ -1,7 +1,8 @@
-"""Patches of Megatron's distributed optimizer while DynaPipe trains, on every device.
+"""Repairs of Megatron while DynaPipe trains: its optimizers, reductions over gloo, kernels that are not installed.
 
-A run could not be resumed, or would resume with another optimizer than it saved. The table is all there is; each row
-goes when upstream's own code passes `tests/megatron/entry/test_checkpoints.py` without it.
+Without the optimizers' repairs a run could not be resumed, or would resume with another optimizer than it saved. The
+table has all of these; each row goes when upstream's own code passes `tests/megatron/entry/test_checkpoints.py` without
+it. `gloo_reductions` and `fused_kernels` have the others.
 """
 
 import functools
@@ -38,7 +39,7 @@ def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_optimizer_state(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """`state_dict` that makes Adam's state, as of no step, where there is none yet.
+    """`state_dict` that makes Adam's state, before any step, if there is none yet.
 
     Loading asks for the state's form before the first step.
     """
@@ -165,13 +166,13 @@ PATCHES: tuple[Replacement, ...] = (
         for name in ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
     ),
 )
-"""Everything that is patched."""
+"""Everything that is patched in optimizers."""
 
 _originals = Originals()
 
 
 def apply() -> None:
-    """Apply the patches, those of reductions over gloo, and fused kernels; a second call changes nothing."""
+    """Install all repairs; a second call changes nothing."""
     if _originals:
         return
     _originals.install(PATCHES)

@@ -11,13 +11,13 @@ import torch
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.megatron.entry import checkout
-from megatron_dynapipe.megatron.hooks import optimizer_patches, replacements
+from megatron_dynapipe.megatron.hooks import repairs, replacements
 from tests.helpers.megatron_wheels import VERSIONS, source
 from tests.helpers.processes import in_ranks
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("patch", optimizer_patches.PATCHES, ids=lambda patch: patch.name)
+@pytest.mark.parametrize("patch", repairs.PATCHES, ids=lambda patch: patch.name)
 def test_methods_have_the_parameters_relied_on(patch, version):
     module, _, name = patch.owner.rpartition(".")
     (owner,) = (n for n in ast.parse(source(version, module)).body if getattr(n, "name", "") == name)
@@ -27,7 +27,7 @@ def test_methods_have_the_parameters_relied_on(patch, version):
 
 def in_force(owner: type) -> bool:
     """Whether all patches of a class are, or none."""
-    names = [patch.name for patch in optimizer_patches.PATCHES if patch.owner.endswith(f".{owner.__name__}")]
+    names = [patch.name for patch in repairs.PATCHES if patch.owner.endswith(f".{owner.__name__}")]
     (answer,) = {hasattr(getattr(owner, name), "__wrapped__") for name in names}
     return answer
 
@@ -42,10 +42,10 @@ def test_patches_are_applied_and_reverted_with_the_run():
     with replacements.installed(SimpleNamespace()):
         assert in_force(DistributedOptimizer)
         before = DistributedOptimizer.state_dict
-        optimizer_patches.apply()
+        repairs.apply()
         assert DistributedOptimizer.state_dict is before
     assert not in_force(DistributedOptimizer) and buffers._coalescing_manager is manager
-    optimizer_patches.revert()
+    repairs.revert()
 
 
 def refuse(*_: object) -> None:
@@ -81,8 +81,8 @@ def test_other_optimizers_keep_their_own_state_and_steps():
     """Those of PyTorch's Adam: `entry/test_checkpoints.py` fails without any of the patches."""
     weight, seen = torch.nn.Parameter(torch.ones(3)), {}
     of = SimpleNamespace(optimizer=Fused([weight], lr=0.1), optimizer_state_keys=("exp_avg", "exp_avg_sq"))
-    assert optimizer_patches.with_optimizer_state(lambda self: len(self.optimizer.state))(of) == 0
-    optimizer_patches.without_step(lambda self, parameter, tensors: seen.update(tensors))(of, None, {"step": 7})
+    assert repairs.with_optimizer_state(lambda self: len(self.optimizer.state))(of) == 0
+    repairs.without_step(lambda self, parameter, tensors: seen.update(tensors))(of, None, {"step": 7})
     assert seen == {"step": 7}
 
 
@@ -90,7 +90,7 @@ def test_a_state_is_gathered_with_its_padding_and_sizes_are_put_back():
     bucket = SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=100)
     buffer = SimpleNamespace(numel=256, numel_unpadded=228, buckets=[bucket])
     of = SimpleNamespace(buffers=[buffer])
-    seen = optimizer_patches.with_padding(lambda self: (buffer.numel_unpadded, bucket.numel_unpadded))(of)
+    seen = repairs.with_padding(lambda self: (buffer.numel_unpadded, bucket.numel_unpadded))(of)
     assert seen == (256, 128)
     assert (buffer.numel_unpadded, bucket.numel_unpadded) == (228, 100)
 
@@ -101,7 +101,7 @@ def test_the_count_of_steps_is_found_where_the_saving_runs_adam_had_it():
         optimizer = kind([weight], lr=0.1)
         optimizer.state[weight] = {"exp_avg": weight} | {name: torch.tensor(n) for name, n in of_parameter.items()}
         optimizer.param_groups[0] |= of_group
-        load = optimizer_patches.with_step_of_any_adam(lambda *_: None)
+        load = repairs.with_step_of_any_adam(lambda *_: None)
         load(SimpleNamespace(optimizer=optimizer), {})
         steps = [place["step"] for place in (optimizer.state[weight], optimizer.param_groups[0]) if "step" in place]
         assert steps == [3] and ("step" in optimizer.state[weight]) is (kind is torch.optim.AdamW)
