@@ -67,7 +67,7 @@ class OverlappingLayout(PipelineParallelLayerLayout):
 
 
 def modules_of_text(text: str) -> ModuleSplit:
-    """The modules of every virtual stage in a layout as Megatron or `megatron_layout` writes it: "Ett,|ttL" is (5, 3)."""
+    """The modules of every virtual stage in a layout that Megatron or `megatron_layout` wrote: "Ett,|ttL" is (5, 3)."""
     stages = PipelineParallelLayerLayout.parse_str_to_list(text)
     ends = [_HALVES * layers for layers in accumulate(stage.count(LayerType.decoder) for stage in stages)]
     if len(parts := text.split(STAGE_END)) == len(ends):  # none are repeated
