@@ -1,20 +1,18 @@
 """One rank's part in planned iterations, driven by a host's loop (`run.Run`) or step by step (`MegatronPipeline`)."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 
 from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import BatchLayout, Shape
+from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
 from megatron_dynapipe.megatron.execution.forward_backward import run_iteration
 from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.megatron.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch
 from megatron_dynapipe.megatron.execution.warm_up import LENGTH, warm_up
-from megatron_dynapipe.megatron.models.attention import SdpaCoreAttention
 from megatron_dynapipe.runtime import StepRunner, StepTotals
 from megatron_dynapipe.store.entry import StageEntry
 
@@ -48,7 +46,6 @@ class IterationRunner:
         self._required = required
         self._seed = seed
         self._context: MicroBatchContext | None = None
-        self._attentions: list[SdpaCoreAttention] = []
         self.shape: Shape | None = None
         self._has_begun = False
 
@@ -70,7 +67,6 @@ class IterationRunner:
         `on_first_pass` is called after it.
         """
         context = self.context(models)
-        self._build_attention(entry)
 
         def prepare(instruction: Pass) -> None:
             index = instruction.micro_batch
@@ -114,20 +110,8 @@ class IterationRunner:
             dtype=self.steps.dtype,
         )
 
-    def _build_attention(self, entry: StageEntry) -> None:
-        """Have attention meet the shapes of an entry's padded rows before its list runs; a T5's decoder is causal."""
-        if self.steps.device.type != "cuda":
-            return
-        length = 2 if self.settings.model.family.is_encoder_decoder else 1
-        padded = [batch.shape for batch in entry.micro_batches if batch.layout is BatchLayout.PADDED]
-        shapes = {(shape.size, shape[length]) for shape in padded}
-        for attention in self._attentions:
-            attention.build(shapes)
-
     def context(self, models: Sequence[torch.nn.Module]) -> MicroBatchContext:
         """The models' context, made at the first call, which raises ConfigError as it does."""
         if self._context is None:
             self._context = MicroBatchContext(models, seed=self._seed)
-            modules = chain.from_iterable(model.modules() for model in models)
-            self._attentions = [module for module in modules if isinstance(module, SdpaCoreAttention)]
         return self._context

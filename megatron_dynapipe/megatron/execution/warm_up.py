@@ -8,8 +8,7 @@ then once more with the dimensions left open that were found to differ; a dimens
 told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
 What picks a kernel by its sizes, as cuBLAS does, meets those of the first plan when its list is run alone
 (`forward_backward.run_iteration`). It need not meet those of later plans: on several stages all kernels of libraries
-are loaded from the start (`CUDA_MODULE_LOADING=EAGER`, `entry/bootstrap.py`), so that another pick loads nothing. What
-builds its kernels as it meets shapes does: cuDNN's attention for padded rows, before each list (`padded_attention`).
+are loaded from the start (`CUDA_MODULE_LOADING=EAGER`, `entry/bootstrap.py`), so that another pick loads nothing.
 """
 
 import importlib

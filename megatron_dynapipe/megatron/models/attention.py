@@ -4,15 +4,14 @@ Megatron's local `DotProductAttention` keeps the scores of all heads, [b, heads,
 refuses additive biases and packed rows. PyTorch picks a kernel that keeps no scores where it has one for the device and
 the inputs; sliding windows and attention sinks stay with Transformer Engine.
 
-On CUDA, causal attention without a mask runs in cuDNN's kernel where that is faster (`padded_attention`), else in
-FlashAttention, one with a mask or a bias in the memory-efficient kernel; packed rows run in FlashAttention, with biases
-in a kernel that PyTorch compiles (`relative_attention`). Otherwise cuDNN's is switched off, for all of the process: it
-builds an execution plan for every new shape, which takes tens of milliseconds, and here shapes change all the time.
+On CUDA, attention without a mask or a bias runs in FlashAttention, with one in the memory-efficient kernel; packed rows
+run in FlashAttention, with biases in a kernel that PyTorch compiles (`relative_attention`). cuDNN's kernel is switched
+off, for all of the process: it builds an execution plan for every new shape, which takes tens of milliseconds, and here
+shapes change all the time.
 """
 
 import contextlib
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,6 @@ from megatron_dynapipe.megatron.models.packed_attention import (
     kernel_takes,
 )
 from megatron_dynapipe.megatron.models.packed_rows import PackedRow
-from megatron_dynapipe.megatron.models.padded_attention import LEAST, CudnnAttention, cudnn_attention
 from megatron_dynapipe.megatron.models.relative_attention import attend_with_biases, biases_take_kernel
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -93,12 +91,6 @@ class SdpaCoreAttention(MegatronModule):
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.kept_keys = KeptKeys()
-        self._cudnn: CudnnAttention | None = None
-
-    def build(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Meet padded shapes, of so many rows and positions, before a list has them, if the kernel wants that."""
-        if self._cudnn is not None:
-            self._cudnn.build(shapes)
 
     def forward(
         self,
@@ -134,12 +126,6 @@ class SdpaCoreAttention(MegatronModule):
             return self._attend_packed(rows[0], rows[1], rows[2], packed_seq_params, attention_bias, causal=causal)
         mask = attention_mask
         causal = causal and attention_mask is None
-        if causal and attention_bias is None and query.is_cuda and not self.dropout:
-            # Short rows ask, too, as in the warm-up, where nothing waits for the kernel's first use.
-            heads = query.size(2), key.size(2)
-            self._cudnn = cudnn_attention(query.device, query.dtype, heads, query.size(3), self.softmax_scale)
-            if self._cudnn is not None and query.size(0) >= LEAST:
-                return self._cudnn.attend(query, key, value).flatten(2)
         if attention_bias is not None:
             if causal:
                 mask = _later_keys(query.size(0), key.size(0), query.device)

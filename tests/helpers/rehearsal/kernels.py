@@ -88,60 +88,6 @@ def _attention_backward(
     return grads[0], grads[1], grads[2]
 
 
-def _cudnn_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """cuDNN's attention over padded rows [b, heads, length, size]."""
-    assert attn_bias is None and not dropout_p and not return_debug_mask, "only plain rows are rehearsed"
-    _check_flash(query, key, value)
-    (size, heads, length) = query.shape[:3]
-    keys = key.size(2)
-    output = torch.empty_like(query)
-    lse = query.new_zeros(size, heads, length, dtype=torch.float32)
-    for row in range(size):
-        scores = _scores(query[row].transpose(0, 1), key[row].transpose(0, 1), scale, is_causal)
-        lse[row] = scores.logsumexp(-1)
-        values = _heads(value[row].transpose(0, 1), query[row].transpose(0, 1))
-        output[row] = torch.einsum("hqk,khd->hqd", (scores - lse[row][..., None]).exp(), values).to(query.dtype)
-    nothing = query[:0]
-    seed = torch.zeros(1, dtype=torch.int64, device=query.device)
-    return output, lse if compute_log_sumexp else nothing, nothing, nothing, length, keys, seed, seed, nothing
-
-
-def _cudnn_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *others: Any,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A packed row's backward, row by row; `others` end with the dropout and whether attention is causal."""
-    rows = [
-        _attention_backward(
-            *(tensor[row].transpose(0, 1) for tensor in (grad_out, query, key, value, out)),
-            logsumexp[row],
-            *2 * (torch.tensor([0, query.size(2)], dtype=torch.int32, device=query.device),),
-            *(query.size(2), key.size(2), 0.0, others[-1], None, None),
-            scale=scale,
-        )
-        for row in range(len(query))
-    ]
-    of_query, of_key, of_value = (torch.stack(grads).transpose(1, 2) for grads in zip(*rows, strict=True))
-    return of_query, of_key, of_value
-
-
 def _check_flash(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype not in (torch.float16, torch.bfloat16):
@@ -200,8 +146,6 @@ def _rms_norm_backward(
 KERNELS = {
     "_flash_attention_forward": _attention,
     "_flash_attention_backward": _attention_backward,
-    "_scaled_dot_product_cudnn_attention": _cudnn_attention,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "addmm.dtype": _addmm_as,
     "addmm.dtype_out": _addmm_to,
