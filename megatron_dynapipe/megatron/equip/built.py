@@ -111,8 +111,8 @@ def hybrid_layers(config: TransformerConfig, attention: CoreAttention) -> Module
         build = partial(build, normalization=config.normalization)
     classes = run_classes(config, attention)
     dense: Any = with_classes(build(), classes)
-    attention = "mla_layer" if config.multi_latent_attention else "attention_layer"
-    layers = {attention: without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
+    attends = "mla_layer" if config.multi_latent_attention else "attention_layer"
+    layers = {attends: without(dense, MLP), "mlp_layer": without(dense, ATTENTION)}
     if experts := config.num_moe_experts:
         sparse = with_classes(build(num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm), classes)
         # Megatron's HybridModel keeps the norm of its experts' layers under its own name.
