@@ -106,7 +106,8 @@ def run_rank(
 
 def run(world: int, options: argparse.Namespace, *, played_ranks: int = 0) -> dict[str, list[tuple[int, float, float]]]:
     """By kind of group what each process told."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # whose one thread has imported PyTorch
+    context.set_forkserver_preload(["torch.distributed"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world):

@@ -105,17 +105,13 @@ COMBINED = table(
     ("", Row("profile", "--model t5 --budget-minutes 0.05 --max-positions 1024 --recompute none", ranks=1)),
 )
 QUANTIZED = [
-    pytest.param(replace(row, engine=True), id=row.name, marks=() if daily else pytest.mark.slow)
-    for daily, row in (
-        (1, Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise {HALVES}")),
-        (0, Row("gpt", f"{PIPELINE} {EIGHT_BITS} blockwise {RECOMPUTED} {LONGER} 128")),
-        (0, Row("gpt", f"{TENSOR} --sequence-parallel {EIGHT_BITS} tensorwise {LLAMA} --dynapipe-loss-on targets")),
-        (
-            0,
-            Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-layout packed --dynapipe-slices 16 {EVALUATED}"),
-        ),
-        (0, Row("t5", f"{PIPELINE} {EIGHT_BITS} mxfp8 --decoder-seq-length 32")),
-        (0, Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-calibrate 1")),
+    pytest.param(replace(row, engine=True), id=row.name, marks=pytest.mark.slow)
+    for row in (
+        Row("gpt", f"{PIPELINE} {EIGHT_BITS} blockwise {RECOMPUTED} {LONGER} 128"),
+        Row("gpt", f"{TENSOR} --sequence-parallel {EIGHT_BITS} tensorwise {LLAMA} --dynapipe-loss targets"),
+        Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-layout packed --dynapipe-slices 16 {EVALUATED}"),
+        Row("t5", f"{PIPELINE} {EIGHT_BITS} mxfp8 --decoder-seq-length 32"),
+        Row("gpt", f"{PIPELINE} {EIGHT_BITS} tensorwise --dynapipe-calibrate 1"),
     )
 ]
 """Their engine asserts that lengths are aligned, and that weights are quantised after they have changed."""

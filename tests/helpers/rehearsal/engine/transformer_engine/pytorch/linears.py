@@ -70,6 +70,7 @@ class Module(nn.Module):
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self.fp8_meta, self.fp8, self.fp8_calibration = {"fp8_checkpoint": False}, False, False
         self._fp8_workspaces: dict[str, Quantized] = {}
+        self.save_original_input = False  # either way its backward pass quantises the input
         self._drawn, self._tracker, self._tracked = init_method, get_rng_state_tracker, rng_tracker_name
         self._made = {"dtype": params_dtype, "device": device}
 
