@@ -79,7 +79,7 @@ def check_stages(pattern: str, *, stages: int, split: LayerSplit | None = None) 
 
     Args:
         pattern: with stages.
-        stages: of the pipeline, each of which has one segment of the pattern or as many as the others.
+        stages: the pipeline's; each has one segment of the pattern or as many as the others.
         split: modules of each virtual stage, where they are given besides.
 
     Raises:

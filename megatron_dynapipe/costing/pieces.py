@@ -81,10 +81,10 @@ def piece_costs(
     Args:
         tables: modules' costs.
         recompute: the mode that they are of.
-        positions: of each piece.
+        positions: each piece's.
         before: positions that the pieces before it hold.
         later: how many later pieces read its keys and values.
-        element_bytes: of an element of keys and values.
+        element_bytes: bytes of an element of keys and values.
     """
     costs = np.zeros((len(positions), 2, len(Quantity)), np.int64)
     costs[:, 0, : len(PREFIX_QUANTITIES)] = _prefixes(tables, positions, before)

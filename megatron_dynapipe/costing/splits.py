@@ -10,7 +10,7 @@ def even_layer_split(layers: int, stages: int, *, halves: bool = False) -> Layer
     """Layers per stage, as equal as can be; the first stages have the layers that are left over.
 
     Args:
-        layers: of the model.
+        layers: the model's.
         stages: virtual stages of the pipeline.
         halves: whether layers may be divided where there are more stages than layers.
 

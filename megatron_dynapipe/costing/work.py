@@ -76,7 +76,7 @@ class LayerWork:
         shape: the model.
         tensor_parallel: ranks that share a layer.
         sequence_parallel: whether they share what lies between attention and feed-forward too.
-        element_bytes: of a parameter or activation.
+        element_bytes: bytes of a parameter or activation.
     """
 
     shape: ModelShape
