@@ -48,7 +48,7 @@ class Run:
         tokens: that counted in the last evaluation, by split and the loss's name.
         stages: records of every stage of the last start, all its replicas and iterations.
         timelines: in the order of iterations and replicas; those of which every stage has handed one in.
-        memory: of the ranks of the last start; empty without GPUs.
+        memory: the ranks' of the last start; empty without GPUs.
     """
 
     starts: tuple[RunRecord, ...]
