@@ -75,7 +75,7 @@ def piece_costs(
 ) -> IntArray:
     """The further costs of pieces to modules by kind: int64[pieces, kinds, len(Quantity)], ns and bytes.
 
-    In measured packed rows all of it is attention's. Where rows are derived from padded micro-batches, the layer's cost
+    In measured packed rows all of it is attention's. If rows are derived from padded micro-batches, the layer's cost
     with its prefix is divided as one without, by the operations over all keys.
 
     Args:

@@ -33,7 +33,7 @@ def parse_layer_split(text: str, *, expected: str) -> LayerSplit:
 
     Args:
         text: numbers of layers, multiples of 0.5, separated by commas.
-        expected: what is expected of which flag, for the message.
+        expected: the flag and what is expected of it, for the message.
 
     Raises:
         ConfigError: not numbers of layers, or below 0.
