@@ -112,7 +112,7 @@ class CutCandidate(Candidate):
     """A batch with pieces in place of its long samples, which a search starts with in packed rows alone.
 
     Attributes:
-        pieces: where the batch's samples are cut; ids and tokens of `samples` are those of the whole ones.
+        pieces: where the batch's samples are cut; ids and tokens of `samples` are the whole ones'.
     """
 
     pieces: Pieces
