@@ -64,8 +64,8 @@ def plan_batch(
         costs: the costs of the user's own model: a cost model, as `cost.AnalyticCostModel`, or the path of a file.
         layers: the whole model's, or its encoder's and its decoder's.
         memory_mb: memory of one device (1e6 bytes), model state included; a device holds one stage.
-        equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
-            alike in time.
+        equal_counts: for trainers whose replicas run in step: as many micro-batches on each, alike in time
+            at each position.
         settings: further fields of `PlannerSettings`, as `data_parallel` or `recompute`; `layers_per_stage`, equal
             without it; and `expert_layers`, those with experts where others have none. Without them `hidden_size` is
             that of the costs, and `micro_batch_layouts` are both.

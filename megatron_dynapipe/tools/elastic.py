@@ -228,7 +228,7 @@ def make_resumable(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: there is no folder for checkpoints, they would be of a kind that has one layout, or --finetune
-            would begin anew from those of this job.
+            would begin anew from this job's.
     """
     dropped = [f"--{name.replace('_', '-')}" for name, default in LAYOUT.items() if getattr(args, name) != default]
     if dropped:

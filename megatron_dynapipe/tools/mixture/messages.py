@@ -62,7 +62,7 @@ class Conversation:
         answers: places of the messages that are to be learned.
         others: messages of other roles that are marked to be learned, which none is.
         variables: variables of the template that the row sets.
-        columns: other columns of the row, some of which the template may read.
+        columns: other columns of the row; the template may read some of them.
     """
 
     messages: list[Message]

@@ -140,7 +140,7 @@ def orchestrate(
 class OrchestrationProblem:
     """The costs of a profile on a cluster, the search over them, and the simulation of single plans.
 
-    Arguments are those of `orchestrate`.
+    The arguments are `orchestrate`'s.
     """
 
     def __init__(

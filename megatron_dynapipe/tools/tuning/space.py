@@ -78,8 +78,8 @@ class Candidate(Layout, frozen=True, kw_only=True):
     """One layout of the space.
 
     Attributes:
-        settings: the planner's; where they cannot be made, those of the model on one device.
-        split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
+        settings: the planner's; if they cannot be made, the model's on one device.
+        split: how layers are split; `EVEN` and `AUTO` are chosen later.
         halves: whether that choice may divide a layer.
         error: why there is no such layout.
     """
