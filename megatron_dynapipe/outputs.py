@@ -117,7 +117,7 @@ def write_file(
         path: where; a symbolic link stays one.
         content: the file's.
         is_ours: as `check_replaceable`.
-        mode: permissions; None keeps those of the file that is replaced, else as the process's umask.
+        mode: permissions; None keeps the replaced file's, else as the process's umask.
 
     Raises:
         ConfigError: as `check_replaceable`, or the system refuses; the message names the path.

@@ -254,7 +254,7 @@ def divide_segments(
             and one micro-batch of the largest shape measured.
 
     Raises:
-        ConfigError: the costs are of other segments.
+        ConfigError: the costs belong to other segments.
         InfeasibleError: no division fits the memory.
     """
     if tuple(points) != costs.points:

@@ -62,7 +62,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_seq_len, max_target_len: most tokens of an input (with a GPT, of its target too), and of a target of a T5;
             None where no run file says so.
-        shape: fields of `ModelShape` besides family and hidden size; some may be missing.
+        shape: fields of `ModelShape` except family and hidden size; some may be missing.
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
         pattern: a HybridModel's, whose modules are its layers; empty for other models.

@@ -138,7 +138,7 @@ class ModelState:
             attention has all of them.
         embedding_bytes: the word embeddings.
         expert_bytes: the experts in a module that has them; they are a part of the module's.
-        expert_parallel: ranks that share them; `expert_bytes` are those of one.
+        expert_parallel: ranks that share them; `expert_bytes` are one rank's.
         ends: what is outside of layers; None if it is not known, as in files, for which the published rule counts
             the word embeddings alone.
         gradient_bytes: one parameter's gradient; Megatron adds gradients of half precision up in fp32, the
@@ -225,8 +225,8 @@ class CostTables:
         separate: the values, `ABSENT` from each row by itself: costs of packed rows are derived from them. None where
             they do not differ from `values`.
         packed: costs of packed rows; None where they are derived from `separate`.
-        peak_covers_backward: the peaks are those of the forward and of the backward, and count while either runs;
-            else those of the forward alone.
+        peak_covers_backward: the peaks cover forward and backward, and count while either runs; else they cover the
+            forward alone.
         key_value_channels: channels of a position's keys in one layer on one tensor-parallel rank (heads or query
             groups × channels of each); its values have as many. 0 where the model is not known so well.
         exchange_bytes: that a position's states take on their way to its experts; 0 where there are none.

@@ -257,7 +257,7 @@ def buffer_of(instruction: Transfer | Free) -> Buffer:
 class Channel(msgspec.Struct, frozen=True, order=True):
     """One FIFO of transfers over a pipeline: what it carries, which way, and whether around the ring's end.
 
-    Every channel has a process group of its own, so that the transfers of one never wait for those of another.
+    Every channel has a process group of its own, so that the transfers of one never wait for another's.
     """
 
     payload: Payload

@@ -189,8 +189,9 @@ def add_send_waits(lists: Lists, topology: PipelineTopology) -> Lists:
         sender    F0 SEND_F0>1 F1 SEND_F1>1 … WAIT_SEND_F0>1 FREE_OUTPUT0 F4
 
     If all stages run forwards in one sequence, this ends: the receiver starts to receive a message once it is about to
-    run the forward before it, so that a wait depends on earlier places of the sequence alone. What crosses the ring's
-    end is needed at a later place; those sends, like others that nothing answers, are waited for at the list's end.
+    run the forward before it, so that a wait depends on earlier places of the sequence alone. A message that crosses
+    the ring's end is needed at a later place; sends of such messages, like others that nothing answers, are waited for
+    at the list's end.
     """
     ends = tuple(tuple(i for i in instructions if isinstance(i, _ENDS)) for instructions in lists)
     plans = [_answered_sends(stage, ends) for stage in range(len(lists))]

@@ -115,7 +115,7 @@ _ENOUGH = 16
 def cuda_rules(environ: Mapping[str, str]) -> TransferRules:
     """The rules of training on GPUs, by the hardware queues that the environment gives a process.
 
-    Runs set one with tensor parallelism below Blackwell, as Megatron asserts, and else 32. Where nothing is set there
+    Runs set one with tensor parallelism below Blackwell, as Megatron asserts, and else 32. If nothing is set, there
     are 8, which streams share.
     """
     queues = environ.get(_QUEUES, "")

@@ -89,17 +89,17 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     Lengths are in tokens after truncation, so that every stage can build its masks without reading the data:
     decoder-only samples have their whole sequence in `input_lengths` and 0 in `target_lengths`. Recompute modes and
     bytes are per virtual stage in model order: what its forward keeps until its backward, and the high-water mark of
-    its forward (of its backward too, if the plan's `peak_covers_backward`) above what others keep. Where the samples of
-    a packed row begin follows from their lengths, see `core.plan`.
+    its forward (of its backward too, if the plan's `peak_covers_backward`) above what others keep. Lengths say where
+    each sample of a packed row begins.
 
     One without samples fills a position of replicas that run in step (`ways.step_rule`): it has one row, and trains on
     nothing.
 
-    Where a sample is cut, `pieces` says which positions each entry of a packed row has, those of whole samples too; it
-    is empty where none is cut. Lengths are still those of the whole samples. See `ways.chains`.
+    If a sample is cut, `pieces` says which positions each entry of a packed row has, whole samples included; it is
+    empty if none is cut. Lengths are still the whole samples'. See `ways.chains`.
 
-    Where the last MLP and the head run positions with labels alone, `labels` says how many each entry has; it is empty
-    where all positions run.
+    If the last MLP and the head run positions with labels alone, `labels` says how many each entry has; it is empty if
+    all positions run.
     """
 
     sample_ids: tuple[int, ...]

@@ -118,7 +118,7 @@ class BatchProblem:
         transfers: when transfers are started, and what a start waits for.
         chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
             follow one another.
-        piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces cost besides (`costing.pieces`).
+        piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces cost more (`costing.pieces`).
         split_backward: whether backward passes may be divided: where that is faster, or all that can be.
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
             None where all do.

@@ -33,7 +33,7 @@ class Simulation:
 def simulate(problem: ScheduleProblem, order: PassOrder) -> Simulation:
     """Run `order` on the problem's costs, under its rules of transfers.
 
-    Where they are not the default, a message is under way once its send has been started and its receive posted, and
+    If they are not the default, a message is under way once its send has been started and its receive posted, and
     arrives its transfer time later. A receive is posted `receive_ahead` passes before the one that needs it, after the
     channel's previous message has been received. With `ordered_starts` a stage that starts a send stands still until
     the channel's previous message has arrived.

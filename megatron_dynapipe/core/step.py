@@ -70,7 +70,7 @@ class Step:
     Attributes:
         plan: this rank's instruction list.
         model: runs the list's passes.
-        dtypes: those of a transfer's tensors, where they are not all the runner's.
+        dtypes: the types of a transfer's tensors, if they are not all the runner's.
         agreement: waits until all ranks say that they can run the step; None if they agreed before.
         around: entered while the list runs.
         finish: reduces the gradients after a training step's list; it may wait for the sums over all ranks.
@@ -97,7 +97,7 @@ class StepRunner:
         chunks: virtual stages of each rank.
         dtype: the type of the tensors that cross stage boundaries.
         sums: adds up losses over all ranks; None where somebody else does it.
-        close: gives back what the executor uses besides memory.
+        close: gives back what the executor uses other than memory.
 
     Attributes:
         is_warm: kernels are loaded, so that no list waits for one.

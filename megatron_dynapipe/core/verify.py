@@ -77,7 +77,7 @@ def verify_lists(dimensions: Dimensions, lists: Sequence[Sequence[Instruction]])
     """Verify that instruction lists, one per pipeline rank, run every pass once and never stall.
 
     Returns:
-        Where passes and sends stand, for further checks.
+        The places of passes and sends, for further checks.
 
     Raises:
         PlanError: as `verify`.

@@ -21,7 +21,7 @@ DIVIDED_INPUTS: tuple[Linear, ...] = ("linear_proj", "linear_fc2")
 """Those whose inputs tensor-parallel ranks divide; of the others they divide the outputs."""
 Kind = Literal["lora", "dora"]
 DEFAULT_DIM = 32
-"""As in Megatron-Bridge."""
+"""Megatron-Bridge's own defaults."""
 
 _PARTS: Mapping[str, Linear] = {
     **{f"linear_{part}": "linear_qkv" for part in ("q", "k", "v")},
@@ -35,9 +35,9 @@ class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Adapters of a model, all of whose other weights are frozen.
 
     Attributes:
-        kind: of adapters.
+        kind: the kind of adapters.
         dim: r, the width between A and B.
-        linears: of each layer, that have one.
+        linears: each layer's linears that have one.
         dropout: whether there is any before A, whose output is kept.
     """
 

@@ -24,7 +24,7 @@ def divisions_of(shape: ModelShape, recompute: Recompute) -> Mapping[LayerKind, 
 
 
 def _of_layers(shape: ModelShape, recompute: Recompute) -> Mapping[LayerKind, Division]:
-    """Of layers that are alike: the published shares, but with experts or latent attention the work of both halves."""
+    """How like layers are divided: by published shares, but with experts or latent attention by both halves' work."""
     divisions = shares_by_flops(
         shape.hidden,
         shape.query_channels,

@@ -29,7 +29,7 @@ def with_expert_parallel(
     """The tables of modules whose experts are shared, from tables of modules that have all experts on each rank.
 
     Args:
-        tables: of a model; those without experts, or already with an exchange, stay as they are.
+        tables: a model's; tables without experts, or with an exchange already, stay as they are.
         network: links between ranks.
         recompute: the tables' mode; full recomputation exchanges tokens once more.
         ranks: that share experts.

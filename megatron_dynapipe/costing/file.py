@@ -136,7 +136,7 @@ def check_measured_model(file: CostFile, model: Mapping[str, Any], *, tensor_par
 
 
 _VOCABULARY_MULTIPLE = 128
-"""To which Megatron pads a vocabulary, for each tensor-parallel rank."""
+"""Megatron pads a vocabulary to multiples of this, for each tensor-parallel rank."""
 
 
 def _padding(tensor_parallel: int | None) -> int:

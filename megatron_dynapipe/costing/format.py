@@ -61,7 +61,7 @@ class PackedPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Keys are positions: inputs for the encoder and decoder-only models, "<inputs>,<targets>" for the decoder, those it
     reads for postprocess and the encoder's output, which have no attention. `prefix` is what a piece of n positions
-    after m earlier ones costs besides: once, times m, and times m · n (`costing.pieces`).
+    after m earlier ones costs more: once, times m, and times m · n (`costing.pieces`).
     """
 
     linear: dict[str, _NonNegative]
@@ -82,8 +82,8 @@ class CostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One (tensor parallelism, recompute) combination.
 
     `model_state_mb` counts 2 bytes a parameter: of word embeddings, a layer of each kind, and all experts of a layer
-    that has them. Of models where only some have, these are layers of the kind "expert". Where costs are those of
-    experts that ranks share, `expert_parallel` says by how many. `measured` holds the points that the tables were
+    that has them. Of models where only some have, these are layers of the kind "expert". If ranks share the experts,
+    `expert_parallel` says how many ranks. `measured` holds the points that the tables were
     fitted to, `packed` the costs of packed rows where those were measured (format 2), `division` how layers' costs are
     divided where that was. `trained_state_mb` counts the adapters of a layer of each kind, in a model that trains them
     alone.

@@ -26,9 +26,9 @@ def model_of_layers(
 
     Args:
         family: all layers of a decoder-only one count as encoder layers.
-        encoder_layers: of the first stack.
-        decoder_layers: of the second.
-        expert_layers: of a decoder-only model, those with experts where others have none.
+        encoder_layers: layers of the first stack.
+        decoder_layers: layers of the second.
+        expert_layers: layers of a decoder-only model that have experts, if others have none.
         pattern: of a HybridModel, whose modules are its layers; empty for others.
 
     Raises:

@@ -13,7 +13,7 @@ class CostModel(Protocol):
 
     @property
     def name(self) -> str:
-        """For people: which model on which device."""
+        """The model and the device, in words."""
 
     @property
     def family(self) -> ModelFamily:

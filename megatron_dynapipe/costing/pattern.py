@@ -34,7 +34,7 @@ def kinds_of_pattern(pattern: str) -> tuple[Kind, ...]:
     """The modules of a pattern; its experts are of the kind of MLPs where it has no other MLPs.
 
     Raises:
-        ConfigError: it has no module, or a symbol of which planned runs have no module; names the position, from 1.
+        ConfigError: it has no module, or a symbol that planned runs have no module of; names the position, from 1.
     """
     symbols = {ATTENDS: ATTENTION, LATENT: ATTENTION, DENSE: MLP, EXPERTS: EXPERT_MLP if DENSE in pattern else MLP}
     for position, symbol in enumerate(pattern, 1):
@@ -78,8 +78,8 @@ def check_stages(pattern: str, *, stages: int, split: LayerSplit | None = None) 
 
     Args:
         pattern: with stages.
-        stages: of the pipeline, each of which has one segment of the pattern or as many as the others.
-        split: modules of each virtual stage, where they are given besides.
+        stages: the pipeline's; each has one segment of the pattern or as many as the others.
+        split: modules of each virtual stage, if they are given, too.
 
     Raises:
         ConfigError: naming the position in the pattern, from 1.

@@ -75,16 +75,16 @@ def piece_costs(
 ) -> IntArray:
     """The further costs of pieces to modules by kind: int64[pieces, kinds, len(Quantity)], ns and bytes.
 
-    In measured packed rows all of it is attention's. Where rows are derived from padded micro-batches, the layer's cost
+    In measured packed rows all of it is attention's. If rows are derived from padded micro-batches, the layer's cost
     with its prefix is divided as one without, by the operations over all keys.
 
     Args:
         tables: modules' costs.
         recompute: the mode that they are of.
-        positions: of each piece.
+        positions: each piece's.
         before: positions that the pieces before it hold.
         later: how many later pieces read its keys and values.
-        element_bytes: of an element of keys and values.
+        element_bytes: bytes of an element of keys and values.
     """
     costs = np.zeros((len(positions), 2, len(Quantity)), np.int64)
     costs[:, 0, : len(PREFIX_QUANTITIES)] = _prefixes(tables, positions, before)

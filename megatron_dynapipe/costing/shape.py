@@ -161,12 +161,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         fused: gates, RMSNorms, dropouts and biased attention run in kernels that keep what GPUs' do; on a CPU they are
             several operations, whose results are kept too.
         rms_norm: norms without biases.
-        biases: of all products in layers; `qkv_bias`: of those of queries, keys and values also without the others.
+        biases: whether all products in layers have one; `qkv_bias`: whether queries', keys' and values' have one alone.
         rotary: rotary positions, so that queries and keys are kept as they were and rotated.
         qk_norm: norms of every head's queries and keys.
         latent: compressed queries, keys and values, of channels of their own in place of `kv_channels`.
         window: of layers whose positions attend to the latest ones alone; None where all attend to all before them.
-        sinks: of every head, to which its positions attend besides.
+        sinks: one for every head, which its positions attend to as well.
         tied: whether the head's weight is the word embeddings'.
         positions: rows of learned position embeddings; 0 for other positions.
         relative_buckets: of a T5's tables of relative biases; 0 for none.

@@ -10,7 +10,7 @@ def even_layer_split(layers: int, stages: int, *, halves: bool = False) -> Layer
     """Layers per stage, as equal as can be; the first stages have the layers that are left over.
 
     Args:
-        layers: of the model.
+        layers: the model's.
         stages: virtual stages of the pipeline.
         halves: whether layers may be divided where there are more stages than layers.
 
@@ -33,7 +33,7 @@ def parse_layer_split(text: str, *, expected: str) -> LayerSplit:
 
     Args:
         text: numbers of layers, multiples of 0.5, separated by commas.
-        expected: what is expected of which flag, for the message.
+        expected: the flag and what is expected of it, for the message.
 
     Raises:
         ConfigError: not numbers of layers, or below 0.

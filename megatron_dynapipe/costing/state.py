@@ -30,7 +30,7 @@ def model_state_bytes(
 ) -> IntArray:
     """Parameters, gradients and optimizer state per pipeline stage: int64[stages].
 
-    For a parameter's 2 bytes there are those of its gradient, and 12 of the optimizer (fp32 parameters and two
+    For a parameter's 2 bytes there are its gradient's, and 12 of the optimizer (fp32 parameters and two
     moments), which the distributed optimizer shards over the replicas; both of trained parameters alone.
     """
     trained = trained_bytes(layout, state)
@@ -65,7 +65,7 @@ def _bytes(layout: PipelineLayout, modules: Mapping[Kind, int], besides: Sequenc
 def parameter_bytes(layout: PipelineLayout, state: ModelState) -> IntArray:
     """Bytes of parameters, 2 each, per pipeline stage: int64[stages].
 
-    Where nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
+    If nothing is known but embeddings and layers, one embedding lies on the first stage and, for T5, one on the
     first decoder stage.
     """
     stages = stage_modules(layout)

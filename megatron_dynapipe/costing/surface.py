@@ -36,7 +36,7 @@ _TIME_NOISE = 0.01
 _MEMORY_NOISE = 0.003
 
 _FOLDS = 5
-"""Of cross-validation."""
+"""The parts of cross-validation."""
 _TOLERANCE = 1e-10
 """The bound of least squares: gradients below it count as 0."""
 
@@ -46,7 +46,7 @@ class Surface:
     """A fitted cost. Shapes are rows (size, length) or (size, input length, target length).
 
     Attributes:
-        rates: of the terms of `work_terms`, each at least 0.
+        rates: rates of the terms of `work_terms`, each at least 0.
         floor: what no cost falls below; 0 for memory.
         sharpness: exponent of the power mean of work and floor.
         points: [n, dimensions] coordinates of the measured shapes.

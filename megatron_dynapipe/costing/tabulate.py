@@ -69,8 +69,8 @@ def fitted_entry(
 
     Args:
         measured: by (quantity, part) of the file's format.
-        tensor_parallel: of the key.
-        recompute: of the key.
+        tensor_parallel: the key's.
+        recompute: the key's.
         model_state_mb: parameter bytes of a layer, 2 bytes each.
         within: the largest size and lengths of the grid to fill.
         infeasible: by part kind ("encoder", …), points that ran out of memory; those at least as large are absent.
@@ -171,7 +171,7 @@ def row_terms(inputs: Sequence[int], targets: Sequence[int]) -> tuple[float, ...
 
     Args:
         inputs: positions of the samples' inputs.
-        targets: of their targets; empty but for a decoder.
+        targets: lengths of their targets; empty but for a decoder.
     """
     input_lengths, target_lengths = np.array(inputs, float), np.array(targets, float)
     count, length, target_length = len(inputs), round_up(sum(inputs)), round_up(sum(targets))

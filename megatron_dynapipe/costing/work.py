@@ -31,15 +31,15 @@ class Workload:
 
     Attributes:
         linear_flops: products with weights.
-        frozen_flops: those of `linear_flops` with frozen weights, which get no gradient.
+        frozen_flops: the part of `linear_flops` with frozen weights, which get no gradient.
         core_flops: attention's products, which recompute mode "selective" repeats.
         shared_bytes: activations kept for the backward that every tensor-parallel rank holds (without sequence
-            parallelism), and `split_bytes`: those of which each holds its part; both without attention's inside.
-        ffn_bytes: those of `split_bytes` that lie in the feed-forward network.
+            parallelism), and `split_bytes`: the ones that each holds its part of; both without attention's inside.
+        ffn_bytes: the part of `split_bytes` that lies in the feed-forward network.
         core_bytes: attention's inside: scores, softmax, dropout's mask.
         input_bytes: what full recomputation keeps.
         message_bytes: what tensor-parallel ranks add up over their links.
-        kernels: launches, in units of those of an encoder layer.
+        kernels: launches, in units of an encoder layer's.
         norm_bytes: weights whose norms a forward computes.
         added_bytes: outputs that adapters add to frozen products, without keeping them.
     """
@@ -76,7 +76,7 @@ class LayerWork:
         shape: the model.
         tensor_parallel: ranks that share a layer.
         sequence_parallel: whether they share what lies between attention and feed-forward too.
-        element_bytes: of a parameter or activation.
+        element_bytes: bytes of a parameter or activation.
     """
 
     shape: ModelShape

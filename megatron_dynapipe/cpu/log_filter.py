@@ -75,7 +75,7 @@ _FILTERS = {
 def quieten() -> None:
     """Filter this process's log. Call it before Megatron is imported, so before `enable`; repeating it does no harm.
 
-    What Megatron prints, rather than logs, is left to `silence_prints`.
+    `silence_prints` has what Megatron prints, rather than logs.
     """
     for message, _ in WARNINGS:
         warnings.filterwarnings("ignore", message=message)

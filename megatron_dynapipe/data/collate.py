@@ -124,7 +124,7 @@ class Collator:
         special: pad, start and end tokens.
         batch_layouts: what the run's settings allow its micro-batches.
         loss_on: which tokens of a decoder-only sample count.
-        cutter: cuts samples that are planned shorter than they are, and knows what counts besides targets.
+        cutter: cuts samples that are planned shorter than they are, and knows what counts in addition to targets.
         task_ids: int16[samples], to say the task of every position; None where nobody asks.
         length_multiple: rows of labels alone are a multiple of it, as the settings' lengths are.
 

@@ -53,7 +53,7 @@ class PlannedIterator:
         stop_iteration: the iteration before which to stop; None goes on for ever.
         ahead: how many iterations may be ready and waiting, at least 1.
         timeout_seconds: the longest that `next` waits, longer than the deadline of `fetch`.
-        prepare: what the thread does to each micro-batch besides (`pinning`).
+        prepare: what else the thread does to each micro-batch (`pinning`).
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class DatasetMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         truncated: samples that lost tokens, by task.
         not_written: what rows have and their templates do not write, in words, counted.
         rates: how often each task is drawn in training, where not by its size.
-        sides: where inputs lose tokens that are too long for a run, by task, of tasks of which it is not their end.
+        sides: where inputs lose tokens that are too long for a run, by task, if it is not their end.
         loss: which tokens of decoder-only samples count if nothing else is asked for: "targets", what the model will
             have to write itself, or "everything", as in plain text.
         lengths: training samples by the power of two that their input and their target do not exceed.

@@ -61,7 +61,7 @@ class RowSegments:
         positions: int64[1, length], each position's place in its segment.
         lengths: positions of every segment; the last is the tail's.
         cuts: those that are pieces of samples, by their number.
-        key_offsets: `offsets` of the keys that segments attend to, those of earlier pieces included; None without cuts.
+        key_offsets: `offsets` of the keys that segments attend to, earlier pieces' included; None without cuts.
     """
 
     offsets: Tensor

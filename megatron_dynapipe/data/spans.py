@@ -58,7 +58,7 @@ def kept_pair(
         cutter: cuts the split's samples.
         sample: its number.
         pair: its tokens in the dataset.
-        planned: tokens of input and target; of a decoder-only sample those of both, and 0.
+        planned: tokens of input and target; of a decoder-only sample both together, and 0.
     """
     inputs, targets = pair
     return _kept(cutter.planned(sample, len(inputs), len(targets), planned), pair)

@@ -38,7 +38,7 @@ class Specialization:
     """The virtual stages of this rank, specialized for micro-batches of one shape.
 
     Attributes:
-        boundaries: by the virtual stage before the boundary; those of this rank's stages.
+        boundaries: this rank's stages', by the virtual stage before the boundary.
         runs: by virtual stage of this rank.
         keys: the batch's keys that each virtual stage of this rank reads.
     """

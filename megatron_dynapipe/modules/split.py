@@ -56,7 +56,7 @@ def split_model(
             split points. A multiple of the ranks gives every rank as many virtual stages.
         costs: the costs of the segments between cuts, from `profile_module`, or the path of its file.
         memory_limit_bytes: memory of one device, if costs are given.
-        shared_weights: pairs of names of parameters that are to be one weight, besides those that the model shares.
+        shared_weights: pairs of names of parameters that are to be one weight, if the model does not share them itself.
         replicas: data-parallel replicas of the pipeline.
         labels: keys of a batch that only the loss reads.
         state_dict: values of the parameters, read for this rank's part alone: a model on "meta" needs them, or

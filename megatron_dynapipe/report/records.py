@@ -163,7 +163,7 @@ class RecordFile:
     """One rank's file of records, of a bounded size: when it is full, every second iteration is dropped from it.
 
     From then on every second iteration is added, then every fourth, …, so that those kept are spread over the run.
-    Timelines are thinned out in the same way, by their number, so that all ranks keep those of the same iterations;
+    Timelines are thinned out in the same way, by their number, so that all ranks keep the same iterations';
     of evaluations, which come at any distance, every second one goes when there are too many.
 
     Args:

@@ -54,7 +54,7 @@ def make_groups(
         timeout_s: deadline of every operation.
 
     Returns:
-        Those of the pipeline this rank is in, or None if it is in none.
+        The groups of the pipeline that this rank is in, or None if it is in none.
 
     Raises:
         ConfigError: the default process group is bound to a device, whose NCCL groups before PyTorch 2.15 have one

@@ -49,7 +49,7 @@ class LongSampleReport:
         long_samples: samples that are over a maximum length.
         learned: tokens of all samples that are to be learned where targets are: of targets and, of a GPT, of earlier
             answers.
-        lost: those of them that are cut off, or of samples that are left out.
+        lost: the ones that are cut off, or that samples have which are left out.
         over_batch: samples that are left and longer than a whole batch may be, where that is bounded in tokens.
     """
 

@@ -39,7 +39,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tokens_per_iteration: tokens (input and target) of one global batch at most, in place of a number of samples.
         last_batch: what becomes of an epoch's end that does not fill a batch.
         epochs: after which no samples come; None for never.
-        labels: whether batches say how many positions count: those of targets, and of earlier turns.
+        labels: whether batches say how many positions count: targets' and earlier turns'.
     """
 
     family: ModelFamily
@@ -86,7 +86,7 @@ class Sampler:
         lengths: tokens of every sample of the split.
         settings: what decides the order.
         task_ids: int16[n], the task of each sample; where `settings.needs_tasks`.
-        spans: what counts besides targets, and where conversations may be cut.
+        spans: what counts in addition to targets, and where conversations may be cut.
         first_iteration: the first that is asked for.
         first_sample: the place of the stream at which it begins.
 

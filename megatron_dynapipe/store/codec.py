@@ -45,7 +45,7 @@ def encode(value: IterationPlan | StageEntry) -> bytes:
 def encode_entries(plan: IterationPlan) -> Sequence[tuple[int, int, bytes]]:
     """(replica, stage, bytes) for every rank that runs a share of the plan.
 
-    What several of them hold is encoded once; the bytes are those of `encode(StageEntry.of(…))`.
+    What several of them hold is encoded once; the bytes are what `encode(StageEntry.of(…))` gives.
     """
     if not plan.replicas:
         return []

@@ -32,10 +32,10 @@ class PlannedBatch(NamedTuple):
     """A planned batch.
 
     Attributes:
-        micro_batches: of every replica, in the order in which they enter its pipeline; `sample_ids` are places in the
+        micro_batches: every replica's, in the order in which they enter its pipeline; `sample_ids` are places in the
             lengths given, `layout` says whether they are padded to the longest or packed in one row.
-        passes: of every replica and stage, in order: "F3" is the forward pass of its micro-batch 3, "B3" its backward.
-        predicted_ms: of forward and backward passes and messages, on the slowest replica.
+        passes: every replica's and stage's, in order: "F3" is the forward pass of its micro-batch 3, "B3" its backward.
+        predicted_ms: time of forward and backward passes and messages, on the slowest replica.
     """
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
@@ -61,11 +61,11 @@ def plan_batch(
 
     Args:
         lengths: positions of every sample, or pairs, of its input and its target, for an encoder–decoder model.
-        costs: of the user's own model: a cost model, as `cost.AnalyticCostModel`, or the path of a file.
-        layers: of the whole model, or of its encoder and decoder.
-        memory_mb: of one device (1e6 bytes), model state included; a device holds one stage.
-        equal_counts: for trainers whose replicas run in step: as many micro-batches on each, those of one position
-            alike in time.
+        costs: the costs of the user's own model: a cost model, as `cost.AnalyticCostModel`, or the path of a file.
+        layers: the whole model's, or its encoder's and its decoder's.
+        memory_mb: memory of one device (1e6 bytes), model state included; a device holds one stage.
+        equal_counts: for trainers whose replicas run in step: as many micro-batches on each, alike in time
+            at each position.
         settings: further fields of `PlannerSettings`, as `data_parallel` or `recompute`; `layers_per_stage`, equal
             without it; and `expert_layers`, those with experts where others have none. Without them `hidden_size` is
             that of the costs, and `micro_batch_layouts` are both.

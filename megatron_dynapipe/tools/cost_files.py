@@ -17,7 +17,7 @@ def held_out_errors(file: CostFile, *, keep: float, seed: int) -> dict[str, Erro
     Args:
         file: the measurements.
         keep: share of each table's distinct points that is fitted, above 0 and below 1.
-        seed: of the choice.
+        seed: draws the choice.
 
     Raises:
         ConfigError: `keep` is out of range.

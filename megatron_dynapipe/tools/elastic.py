@@ -213,7 +213,7 @@ def delete_unfinished(folder: Path) -> None:
     Megatron keeps the one of the highest iteration, complete or not, and deletes the others before it saves again.
 
     Args:
-        folder: of emergency checkpoints. Where its tracker cannot be read, nothing is deleted.
+        folder: the folder of emergency checkpoints. If its tracker cannot be read, nothing is deleted.
     """
     begun = last_iteration(folder, SAVING)
     complete = last_iteration(folder)
@@ -228,7 +228,7 @@ def make_resumable(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: there is no folder for checkpoints, they would be of a kind that has one layout, or --finetune
-            would begin anew from those of this job.
+            would begin anew from this job's.
     """
     dropped = [f"--{name.replace('_', '-')}" for name, default in LAYOUT.items() if getattr(args, name) != default]
     if dropped:
@@ -288,9 +288,9 @@ def tuned(inputs: PlanInputs, space: Mapping[str, object], *, deadline_s: float)
     """The fastest layout of a run's own plans, by `megatron-dynapipe tune` in a process of its own.
 
     Args:
-        inputs: of the run, on one rank.
+        inputs: the run's, on one rank.
         space: fields of `tools.tuning.Space`.
-        deadline_s: of the process.
+        deadline_s: the process's deadline.
 
     Raises:
         ConfigError: `tune` refused, or did not end in time.

@@ -21,7 +21,7 @@ def megatron_flags(
     """Megatron's flags of the planned stages, for GPTModel and for HybridModel, each with its value.
 
     Args:
-        settings: of the plans; GPTModel takes whole layers, so that a split that divides some is chosen anew for it.
+        settings: the plans'; GPTModel takes whole layers, so that a split that divides some is chosen anew for it.
         cost_model: what layers cost.
         batches: that the split of whole layers is chosen for.
 

@@ -90,7 +90,7 @@ def length_statistics(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
 def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = None) -> dict[str, Any]:
     """Statistics of a split of a dataset folder, `dynapipe-data-stats/1`; a task without samples in it is left out.
 
-    A task's share is of the samples that training draws, after mixing; its tokens are those of inputs and targets. With
+    A task's share is of the samples that training draws, after mixing; its tokens are the inputs' and targets'. With
     `longer_than`, samples are counted that have more tokens than that, too.
 
     Raises:

@@ -65,13 +65,13 @@ def planned(
 
     Args:
         models: this rank's chunks of a GPT, with Megatron's `DistributedDataParallel` if they train.
-        costs: of this model: a cost model, as `costing.AnalyticCostModel`, or the path of a file.
-        memory_mb: of one device (1e6 bytes) that these models may use, with their weights, gradients and optimizer.
+        costs: this model's: a cost model, as `costing.AnalyticCostModel`, or the path of a file.
+        memory_mb: memory of one device (1e6 bytes) that these models may use, with weights, gradients and optimizer.
         layout: how the step function puts samples into a micro-batch: "packed" one after another in a row, or "padded".
         wire_rows: how many rows it makes of them, where it pads them, or ranks share a sequence.
         equal_counts: every replica runs as many micro-batches in one order of passes, planned from all replicas'
             lengths; needed where replicas meet in passes, and always so where they share experts.
-        seed: of dropouts.
+        seed: draws dropouts.
         timeout_s: deadline of every wait.
         settings: further fields of `PlannerSettings`; `recompute` is the mode that the models were built with.
 

@@ -53,13 +53,13 @@ def stage_entry(
     """The part of one rank in the plan of its replica; its samples are places in the lengths given.
 
     Args:
-        planner: of one replica.
+        planner: plans for one replica.
         own: positions of its samples.
         others: with equal counts, lengths of all replicas; else nothing.
         iteration: for the record.
-        stage: of the rank.
+        stage: the rank's.
         forward_only: without backward passes.
-        wire_rows: of a micro-batch.
+        wire_rows: a micro-batch's.
 
     Raises:
         PlanningError, InfeasibleError: as `Planner.plan`; replicas have different numbers of samples.

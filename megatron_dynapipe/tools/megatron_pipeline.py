@@ -84,7 +84,7 @@ class MegatronPipeline:
             rules of transfers there, if its settings have none of their own (`core.network`).
         tokens: what collation adds.
         loss_on: which tokens of a GPT's samples count; where targets alone do, its head runs over these alone.
-        seed: of dropouts.
+        seed: draws dropouts.
         first_iteration: number of the first step, for a run that is resumed.
         timeout_s: deadline of every transfer.
 

@@ -24,7 +24,7 @@ def change(folder: Path, *, reverse: bool = False, merge: bool = False) -> list[
 
     Args:
         folder: that holds `megatron/`.
-        reverse: take the patches out; changes beside them stay.
+        reverse: take the patches out; other changes stay.
         merge: whether files that are modified may be merged with the patches.
 
     Returns:

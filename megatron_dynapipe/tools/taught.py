@@ -30,7 +30,7 @@ class TaughtSample:
     Attributes:
         task: its task.
         given: tokens of the encoder's input; none of a decoder-only model.
-        tokens: of a decoder-only sequence, or of the target, its end token included.
+        tokens: a decoder-only sequence's tokens, or the target's, its end token included.
         learned: 1 for each of these that counts.
         not_written: what its row has and its template does not write, in words.
     """

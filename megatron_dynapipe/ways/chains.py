@@ -25,7 +25,7 @@ def cut_entries(micro_batch: MicroBatch) -> Iterator[tuple[int, Piece]]:
 
 
 def chains(micro_batches: Sequence[MicroBatch]) -> Mapping[int, Sequence[int]]:
-    """By sample that is cut, the micro-batches of its pieces in the order of its positions."""
+    """The micro-batches of each cut sample's pieces, in the order of its positions."""
     chains: dict[int, list[tuple[Piece, int]]] = defaultdict(list)
     for number, micro_batch in enumerate(micro_batches):
         for at, piece in cut_entries(micro_batch):
@@ -62,8 +62,8 @@ def check_chain_order(stage: int, micro_batches: Sequence[MicroBatch], passes: S
     """Raise a PlanError where a stage runs a chain's forward passes not up or its backward passes not down.
 
     Args:
-        stage: of the passes, for the message.
-        micro_batches: of the replica.
+        stage: the passes', for the message.
+        micro_batches: the replica's.
         passes: forward and backward passes of the stage, in order, each once.
     """
     cut = chains(micro_batches)

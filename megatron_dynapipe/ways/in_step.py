@@ -86,10 +86,10 @@ class Lockstep:
         """The planned replicas' micro-batches and orders of passes for all of their groups, and what they are made of.
 
         Args:
-            samples: of the batch.
-            problem: of all of them.
-            candidate: of the longest ones.
-            settings: of the planner.
+            samples: the batch's.
+            problem: the problem of planning all of them.
+            candidate: the candidate of the longest ones.
+            settings: the planner's.
             planned: the candidate's schedule, one replica for each group.
         """
         if not isinstance(candidate, CutCandidate):
@@ -164,7 +164,7 @@ def _rows(order: IntArray, replicas: int) -> IntArray:
 
 
 def _slowest(costs: ScheduleProblem, positions: IntArray) -> ScheduleProblem:
-    """Of every position, on each stage, the most time and memory of the replicas' micro-batches."""
+    """The most time and memory of the replicas' micro-batches, at every position on each stage."""
     most: dict[str, Any] = {
         field.name: np.ascontiguousarray(value[positions].max(axis=0))
         for field in fields(costs)

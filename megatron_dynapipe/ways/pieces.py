@@ -23,14 +23,14 @@ from megatron_dynapipe.core.ways import Candidate
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_costs
 
 MOST_PIECES = 2048
-"""Of a batch whose pieces have a size that was asked for, unless it has more than half as many samples: they take about
-2 s to plan, and eight times as many a minute."""
+"""The most pieces of a batch with a size that was asked for, unless it has more than half as many samples: they take
+about 2 s to plan, and eight times as many a minute."""
 _LONG = 0.15
-"""Of the mean stage's work: a sample with less of it is never cut."""
+"""A share of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)
-"""Of the longest sample, that pieces have at most."""
+"""Shares of the longest sample that pieces have at most."""
 _PARTS = (2, 3, 4, 6, 8, 9, 10, 12, 16, 24, 32, 48, 64)
-"""Of the longest sample, where whole samples do not fit: near the least memory not every size does."""
+"""Parts to cut the longest sample into, if whole samples do not fit: near the least memory not every size does."""
 _LEAST_PIECE = 128
 
 
@@ -112,7 +112,7 @@ class CutCandidate(Candidate):
     """A batch with pieces in place of its long samples, which a search starts with in packed rows alone.
 
     Attributes:
-        pieces: where the batch's samples are cut; ids and tokens of `samples` are those of the whole ones.
+        pieces: where the batch's samples are cut; ids and tokens of `samples` are the whole ones'.
     """
 
     pieces: Pieces
@@ -122,7 +122,7 @@ class CutSamples:
     """Long samples in pieces, of a few sizes to choose from or of one.
 
     Args:
-        settings: of the planner.
+        settings: the planner's.
         is_needed: try smaller ones, since whole samples do not fit.
     """
 
@@ -170,8 +170,8 @@ def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> li
     """Positions that pieces may have at most, to choose from; none where no sample is long for its pipeline.
 
     Args:
-        samples: of the batch.
-        problem: of planning them whole.
+        samples: the batch's.
+        problem: the problem of planning them whole.
         needed: try smaller ones, since whole samples do not fit.
     """
     longest, total = int(samples.input_positions.max()), int(samples.input_positions.sum())
@@ -205,13 +205,13 @@ def cut_batch(
     A sample that the batch holds twice stays whole, so that pieces are known by their sample.
 
     Args:
-        samples: of the batch.
-        problem: of planning them whole.
+        samples: the batch's.
+        problem: the problem of planning them whole.
         most: as `cut`.
         multiple: as `cut`.
         strict: as `cut`.
         recompute: the problem's modes.
-        element_bytes: of an element of keys and values.
+        element_bytes: bytes of an element of keys and values.
     """
     ids, counts = np.unique(samples.ids, return_counts=True)
     once = counts[np.searchsorted(ids, samples.ids)] == 1

@@ -13,7 +13,7 @@ class Theirs:
 
     Args:
         rule: makes them.
-        hidden_size: of the model.
+        hidden_size: the model's.
     """
 
     def __init__(self, rule: Partitioner, hidden_size: int) -> None:

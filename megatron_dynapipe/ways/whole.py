@@ -13,7 +13,7 @@ from megatron_dynapipe.core.ways import Candidate
 class WholeSamples:
     """Padded micro-batches by dynamic programming, and the packed rows that a search makes to start with.
 
-    Where packed rows cost what is derived from padded micro-batches, they cost no more than these: then partitions can
+    If packed rows cost what is derived from padded micro-batches, they cost no more than these: then partitions can
     wait until a search finds no rows.
     """
 

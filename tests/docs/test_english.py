@@ -41,10 +41,13 @@ def test_a_forbidden_turn_is_found(name: str) -> None:
 
 
 def texts_of(code: str) -> Iterator[tuple[int, str]]:
-    """What a file's readers read, by line: errors, hints, lines of the log, helps, docstrings and comments."""
+    """What a file's readers read, by line: errors, hints, lines of the log, helps, docstrings and comments.
+
+    Lines lose their indent, which would make code of them.
+    """
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
+            yield node.lineno, "\n".join(line.strip() for line in node.value.splitlines())
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -61,8 +64,8 @@ def test_the_package_has_no_forbidden_turn() -> None:
 
 
 def test_docstrings_and_comments_are_read() -> None:
-    code = 'def f() -> None:\n    """Those of a plan."""\n    # beside it\n    raise ValueError("of which")\n'
-    assert {line for line, text in texts_of(code) if [*SCRIPT["turns_of"](text)]} == {2, 3, 4}
+    code = 'def f():\n    """A b.\n\n    Args:\n        b: those of a plan.\n    """\n    # beside it\n    say("of which")\n'
+    assert {line for line, text in texts_of(code) if [*SCRIPT["turns_of"](text)]} == {2, 7, 8}
 
 
 def test_code_quotes_and_targets_of_links_are_no_prose() -> None:

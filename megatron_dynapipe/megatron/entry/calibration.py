@@ -92,7 +92,7 @@ def measured(
 
     Args:
         words: `profile`'s arguments that say the model.
-        causes: what costs depend on besides words, by name.
+        causes: what costs depend on in addition to words, by name.
         recompute: modes that are measured.
         tensor_parallel: ranks that share a layer.
         seconds: how long to measure.

@@ -53,7 +53,7 @@ _flags: Mapping[str, str] = {}
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add DynaPipe's flags and expand the run file into the command line.
 
-    With `--use-dynapipe` Megatron's defaults become those of a planned run, and bad flags end it with one line.
+    With `--use-dynapipe` Megatron's defaults become a planned run's, and bad flags end it with one line.
     """
     global _known
     _known = own_actions(parser)

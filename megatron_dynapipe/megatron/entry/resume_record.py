@@ -1,8 +1,8 @@
 """The record of its run that a checkpoint holds, compared when the checkpoint is resumed.
 
-    CHECKPOINTS/iter_0000010/dynapipe.json                      beside Megatron's own files
+    CHECKPOINTS/iter_0000010/dynapipe.json                      next to Megatron's own files
     CHECKPOINTS/non_persistent/iter_0000012/dynapipe.json       where they are of the type `global`
-    LOCAL/0/dynapipe.json                                       of the type `local`: beside rank 0's, for all of them
+    LOCAL/0/dynapipe.json                                       of the type `local`: next to rank 0's, for all of them
 
 another vocabulary, weights    refused
 another model                  refused, unless Megatron's --finetune says so: the weights would not mean the same
@@ -240,7 +240,7 @@ def check_resumed(checkpoints: Checkpoints, record: ResumeRecord) -> str | None:
 def _check_optimizer(folder: Path, saved: Mapping[str, str], settings: Mapping[str, str]) -> None:
     """Refuse an optimizer whose states the checkpoint has not: Megatron would end with a traceback among their names.
 
-    One of half precision has parameters of its own beside the model's.
+    One of half precision has parameters of its own next to the model's.
     """
     kinds = []
     for each in (saved, settings):

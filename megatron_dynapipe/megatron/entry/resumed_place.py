@@ -23,7 +23,7 @@ _SAMPLER = "splits.train.sampler."
 def resumed_inputs(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
     """The inputs of plans from where Megatron's counters say that training goes on.
 
-    Where epochs or samples say how long a run is, `args.train_iters` becomes the iteration at which they end: batches
+    If epochs or samples say how long a run is, `args.train_iters` becomes the iteration at which they end: batches
     before may have been of other sizes.
     """
     iteration, consumed = (getattr(counters(args), name) for name in ("iteration", "consumed_train_samples"))

@@ -123,7 +123,7 @@ class Checkout(Script):
     """A patched checkout's own `pretrain_gpt.py`, with its model and its step function.
 
     That script takes a batch on the first tensor-parallel rank and broadcasts it, with the attention mask if
-    `--create-attention-mask-in-dataloader` (the default) asks for one. All ranks have it besides: that of the branch
+    `--create-attention-mask-in-dataloader` (the default) asks for one. All ranks have it, too: the one on the branch
     dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`equip.labels`).
     """
 

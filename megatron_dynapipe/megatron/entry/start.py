@@ -90,7 +90,7 @@ def _wait_for_rank_0(store: "Store", verdict: str) -> None:
 def compare_flags(flags: Mapping[str, str], *, timeout_s: float) -> None:
     """Compare flags over the start store; nothing happens without one. Raises ConfigError on every rank.
 
-    `flags` are those of `same_flags.comparable`. All ranks come here, as after `start_together`.
+    `flags` are what `same_flags.comparable` gives. All ranks come here, as after `start_together`.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     store = start_store(timeout_s) if world > 1 else None

@@ -159,7 +159,7 @@ def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
 def mark_sinks(chunks: list[nn.Module]) -> list[nn.Module]:
     """Say of built chunks that attention sinks, one for each head, are divided over tensor-parallel ranks.
 
-    Megatron 0.19 does not, so that the gradient's norm would count those of the first rank alone.
+    Megatron 0.19 does not, so that the gradient's norm would count the first rank's alone.
     """
     for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
         if name.endswith("core_attention.softmax_offset") and not getattr(parameter, "tensor_model_parallel", False):

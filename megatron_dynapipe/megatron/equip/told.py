@@ -20,8 +20,8 @@ class Told:
     Attributes:
         row: where samples lie in a packed row; None for padded rows.
         rows: int64[n], position · b + row of each position with a label; None for all positions.
-        labels, counts: [1, n], labels of `rows`, and 1 where one counts: for a host whose step function has those of
-            all positions. None where the step function gives labels of `rows` itself.
+        labels, counts: [1, n], labels of `rows`, and 1 where one counts: for a host whose step function has all
+            positions' labels. None where the step function gives labels of `rows` itself.
         shape: (b, s), with `labels`.
         samples: int64[s, b], the sample of each position, `sample_count` for padding; None where no router asks.
         sample_count: samples.

@@ -142,7 +142,7 @@ class LayerRandomness:
     same masks, and so does a recomputation, without anything being saved.
 
     Hooks on modules do it, so that a layer run again in a backward pass is seeded alike. Dropouts of hidden states draw
-    the same masks on all tensor-parallel ranks, those of attention different ones; under sequence parallelism all
+    the same masks on all tensor-parallel ranks, attention's dropouts different ones; under sequence parallelism all
     differ, as in Megatron.
 
     Raises:

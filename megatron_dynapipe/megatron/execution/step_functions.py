@@ -107,7 +107,7 @@ def masked_loss(
 def gpt_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool) -> DeviceBatch:
     """The inputs of `gpt_step`: tokens [b, s] and labels where the stage has them, positions, mask.
 
-    Labels and their mask are [b, s], or those of labelled rows alone, [1, n]. `told` is what `MegatronStage` tells
+    Labels and their mask are [b, s], or the labelled rows' alone, [1, n]. `told` is what `MegatronStage` tells
     modules: the packed row, labelled rows, samples.
 
     Args:

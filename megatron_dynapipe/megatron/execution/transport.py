@@ -35,7 +35,7 @@ def open_runner(
 ) -> StepRunner:
     """Make the process groups of all pipelines, and the runner of this rank's steps. Every rank calls it at one point.
 
-    Messages are divided over the tensor-parallel ranks where the planner counts on it. Where ranks share a GPU, which
+    Messages are divided over the tensor-parallel ranks where the planner counts on it. If ranks share a GPU, which
     NCCL refuses, they go through the host, undivided. Rank 0 says either in one line.
 
     Args:

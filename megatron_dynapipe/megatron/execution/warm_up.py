@@ -54,8 +54,8 @@ def warm_up(
 ) -> None:
     """Run every chunk of this rank's stage under every mode that plans may choose; gradients are zero after it.
 
-    All ranks of a stage call it; stages do not talk to each other. `make_batch`, `required` and `longest` are those of
-    `IterationRunner`; `prepare` sets the modules to a mode; `dtype` is that of the states between stages.
+    All ranks of a stage call it; stages do not talk to each other. `make_batch`, `required` and `longest` are
+    `IterationRunner`'s; `prepare` sets the modules to a mode; `dtype` is that of the states between stages.
     """
     _prepare_compiler()
     device = next(models[0].parameters()).device

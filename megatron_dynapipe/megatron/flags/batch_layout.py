@@ -155,7 +155,7 @@ def schedule(args: argparse.Namespace) -> ScheduleSettings:
     """How plans order passes.
 
     Raises:
-        ConfigError: the schedule cannot order those of this run's pipeline.
+        ConfigError: the schedule cannot order the passes of this run's pipeline.
     """
     flag = "--dynapipe-schedule"
     method = args.dynapipe_schedule

@@ -31,7 +31,7 @@ def check_trackers(args: argparse.Namespace) -> None:
     """Refuse folders of checkpoints whose tracker does not say which is the last; no file changes.
 
     Raises:
-        ConfigError: a tracker is damaged, or missing beside complete checkpoints, or where
+        ConfigError: a tracker is damaged, or missing next to complete checkpoints, or where
             `--exit-on-missing-checkpoint` asks for one; or what it names is of a Megatron later than this one; or
             there is no checkpoint of `--ckpt-step`.
     """

@@ -17,7 +17,7 @@ class Replacement:
         owner: dotted path of the module or class that defines the name, or of the one module whose import of it is
             replaced.
         make: from the original to its replacement.
-        parameters: those of the original that the replacement relies on; tested on every supported version.
+        parameters: the original's that the replacement relies on; tested on every supported version.
         everywhere: also rebind it in modules that imported it by value, Megatron's and a script's own.
         optional: some supported versions lack it, where nothing is replaced.
         why: what goes through it, or what goes wrong without it.

@@ -118,7 +118,7 @@ def without_step(set_states: Callable[[Any, Any, dict[str, Any]], None]) -> Call
 def _is_pytorchs_adam(optimizer: Any) -> bool:
     """Whether an optimizer wraps the Adam that Megatron takes without fused ones.
 
-    Those of Transformer Engine and apex keep one count of steps elsewhere, as Megatron's code expects.
+    Transformer Engine's and apex's keep one count of steps elsewhere, as Megatron's code expects.
     """
     return isinstance(optimizer.optimizer, torch.optim.Adam)
 

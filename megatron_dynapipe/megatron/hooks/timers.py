@@ -36,7 +36,7 @@ def add_times(timers: Timers | None, trace: Trace, waited_seconds: float) -> Non
     """Add an iteration to the timers, if Megatron has them and its log level includes these.
 
     Args:
-        timers: those of the model's configuration; Megatron takes them away while it evaluates.
+        timers: the model's configuration has them; Megatron takes them away while it evaluates.
         trace: the iteration's; at this log level Megatron has waited for the device, so that reading it does not.
         waited_seconds: for the plan; counted to the time that a batch takes.
     """

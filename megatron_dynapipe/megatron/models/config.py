@@ -141,7 +141,7 @@ class StateBytes:
         gradient: in the buffer that gradients are added up in.
         optimizer: master copy and moments.
         optimizer_shards: ranks that share the optimizer's states.
-        expert_shards: ranks that share those of experts.
+        expert_shards: ranks that share the experts' parameters.
         quantised: in eight bits, as products read it forward and backward; as many of embeddings, which have none.
     """
 

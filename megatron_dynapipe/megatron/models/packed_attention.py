@@ -106,7 +106,7 @@ def attend_by_sample(
         value: likewise.
         row: where the segments lie.
         attend: computes segments of one length.
-        bias: [1, heads, queries, keys] of the longest segment, of which shorter ones have a corner; of causal
+        bias: [1, heads, queries, keys] of the longest segment; shorter ones take a corner of it. In causal
             attention, later keys are masked in it.
         causal: whether `attend` hides later keys; each segment then has as many keys as queries.
         kept: keys of earlier pieces, where there are pieces in the row; it has no bias then.

@@ -4,8 +4,8 @@ row of a sample of 3 and one of 2         biases by distance, key minus query
     b0 b1 b2                                  -2 -1  0  1  2
     b-1 b0 b1                             one vector for all samples of a row, and for all of its layers
     b-2 b-1 b0
-             b0 b1                        what lies outside of samples is masked, by blocks of 128 × 128, of which
-             b-1 b0                       those without any sample's pair are not computed, nor the mask in those that
+             b0 b1                        what lies outside of samples is masked, by blocks of 128 × 128;
+             b-1 b0                       blocks without any sample's pair are not computed, nor the mask in blocks that
                                           lie within one sample
 """
 

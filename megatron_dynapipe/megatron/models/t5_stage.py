@@ -50,7 +50,7 @@ class T5Stage(LanguageModule):
 
     Args:
         config: Megatron's configuration, for the whole model.
-        model: what the model is made of besides.
+        model: what else the model is made of.
         layout: how its layers lie over the virtual stages.
         stage: which of these this is.
         pg_collection: this rank's process groups; Megatron's global ones if None.

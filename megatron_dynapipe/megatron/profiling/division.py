@@ -3,7 +3,7 @@
     attention                  under every mode, at two lengths (a decoder: at three) and in a few packed rows
     layer, and its MLP         the same for memory, and the MLP's time once: it takes what its positions do
     weight gradients           second halves of divided passes, the same under every mode, at three numbers of positions
-    piece after m positions    attention to the prefix besides, under every mode at four lengths
+    piece after m positions    attention to the prefix, too, under every mode at four lengths
 
 A half is measured in the layer itself, without the modules of the other half, as on a stage that holds it alone.
 """

@@ -128,8 +128,8 @@ def build_parts(
     """The parts of a model by name, in training mode on `device`.
 
     `chained` layers are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time passes
-    before an operation. With `adapters`, all other weights are frozen. The layers are those of a `recipe`, where there
-    is one: as many as alternate, times a whole number.
+    before an operation. With `adapters`, all other weights are frozen. A `recipe` gives its own layers: as many as
+    alternate, times a whole number.
     """
     if chained is None:
         chained = CHAINED_ON_CUDA if device.type == "cuda" else 1

@@ -56,7 +56,7 @@ def cost_file(
 
     `adapters` are those that the layers were measured with. `packed` are the tables of packed rows by mode; without
     them they are derived when plans are made. `halves` say how layers' costs are divided, `halves_of_rows` in packed
-    rows, `prefixes` what pieces cost besides.
+    rows, `prefixes` what pieces cost more.
 
     Raises:
         CostModelError: something was not measured at all.

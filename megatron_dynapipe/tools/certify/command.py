@@ -33,11 +33,11 @@ def certify(
     """Train a run's own model on its own data, as planned and in one process, and compare.
 
     Args:
-        flags: of the training command.
-        ranks: of the planned run; None takes those of two replicas where there is room, else the layout's fewest.
+        flags: the training command's.
+        ranks: how many the planned run has; None takes two replicas if there is room, else the layout's fewest.
         iterations: that both train, at least 2.
         full: keeps a model that is too large for one process.
-        deadline_s: of each of the runs.
+        deadline_s: the deadline of each run.
         said: called with a line for what is changed of the model, before each run, and after it.
 
     Returns:

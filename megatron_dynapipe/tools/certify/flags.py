@@ -21,10 +21,10 @@ from megatron_dynapipe.costing.pattern import ATTENDS, DENSE, EXPERTS, STAGE_END
 
 MOST_BYTES = 4_000_000_000
 STATE_BYTES = 16
-"""Of a parameter: weight, gradient and Adam's two means, in fp32."""
+"""Bytes of a parameter: weight, gradient and Adam's two means, in fp32."""
 MOST_SAMPLES = 32
 LEAST_CHANNELS = 16
-"""Of a head."""
+"""Channels of a head."""
 
 LAYOUT: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -75,7 +75,7 @@ RATES = {
     "adam": {"--lr": "2e-4", "--decoupled-lr": "4e-4", "--weight-decay": "1"},
     "sgd": {"--lr": "0.1", "--decoupled-lr": "0.2", "--weight-decay": "0.1"},
 }
-"""Of the steps, by `--optimizer`, the same in every iteration; `--decoupled-lr` stands where the run has its own.
+"""The steps' rates by `--optimizer`, the same in every iteration; `--decoupled-lr` stands where the run has its own.
 
 Weights of 0.02 and a decay of 1 are 2% of a step of Adam's, twenty times `verdict.STEPS`; a step of 2e-4 is a thousand
 times what fp32 rounds away of a norm's weight of 1.

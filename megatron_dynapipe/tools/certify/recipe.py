@@ -34,9 +34,9 @@ def certify_recipe(
 
     Args:
         script: a Python file and its words.
-        ranks: of the planned run.
+        ranks: how many the planned run has.
         iterations: that both train, from one checkpoint.
-        deadline_s: of each of the runs.
+        deadline_s: the deadline of each run.
         said: called with a line before each run and after it.
 
     Returns:

@@ -45,17 +45,17 @@ _ALONE: dict[str, Any] = {
 }
 """A model's layout in one process."""
 _ADAPTERS_RATE = 1e-2
-"""Of adapters, whose product begins at 0: smaller steps would hardly move it."""
+"""The rate of adapters, whose product begins at 0: smaller steps would hardly move it."""
 
 
 class Certified:
     """A run for a certificate, on this rank.
 
     Args:
-        role: of the three above.
+        role: one of the three above.
         precision: fp32, or another for the recipe's own.
         iterations: that are compared, after the one with which the runs begin.
-        folder: of all runs of the certificate.
+        folder: the folder of all runs of the certificate.
     """
 
     def __init__(self, *, role: str, precision: str, iterations: int, folder: Path) -> None:
@@ -70,7 +70,7 @@ class Certified:
 
     @contextlib.contextmanager
     def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
-        """In place of `entry.planning`: the block of the recipe's script, at whose end the process ends."""
+        """Takes the place of `entry.planning`: the block of the recipe's script; the process ends with it."""
         self._settle(config)
         run.host.report_folder = self.folder / "report"
         originals = Originals()

@@ -25,7 +25,7 @@ class RankRecord(msgspec.Struct, kw_only=True):
     """One rank's part of a run under test.
 
     Attributes:
-        losses, norms: of every iteration, as Megatron logs them; losses on the last stage alone.
+        losses, norms: every iteration's, as Megatron logs them; losses on the last stage alone.
         samples: by number, sum and number of the losses that count, in the first iteration, on the last stage.
         places: where the plan put each sample of this replica, in words; empty without a plan.
         repeated: by which part of itself a parameter's gradient of the first iteration moved at most when that was run

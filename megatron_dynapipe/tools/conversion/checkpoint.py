@@ -28,10 +28,10 @@ def whole_model(flags: Flags, family: ModelFamily, vocabulary: int, dtype: torch
     """The model that flags describe, on this one process and its CPU.
 
     Args:
-        flags: of the model, as a run file has them.
+        flags: the model's, as a run file has them.
         family: kind of model.
         vocabulary: tokens; padded as training pads them.
-        dtype: of the parameters.
+        dtype: the parameters' type.
 
     Raises:
         ConfigError: Megatron refuses the flags.
@@ -80,8 +80,8 @@ def load(model: nn.Module, folder: Path, rows: Mapping[str, int] | None = None) 
 
     Args:
         model: to fill.
-        folder: of checkpoints, as `--save` names it.
-        rows: of parameters that Megatron pads to a round number of rows, how many the checkpoint must have.
+        folder: the folder of checkpoints, as `--save` names it.
+        rows: how many rows the checkpoint must have of parameters that Megatron pads to a round number.
 
     Raises:
         ConfigError: there is none, or it is of another model.

@@ -104,7 +104,7 @@ def to_hugging_face(
     """Write the last checkpoint of a folder as HuggingFace's files; the folder of these.
 
     Args:
-        folder: of checkpoints, as `--save` names it.
+        folder: the folder of checkpoints, as `--save` names it.
         target: to be written.
         like: HuggingFace's configuration of the model, a file or a folder, whose tokenizer and settings of generation
             are copied; None: `folder`.

@@ -27,7 +27,7 @@ def entries(kind: str, flags: Flags, vocabulary: int, *, divides_scores: bool = 
 
     Args:
         kind: HuggingFace's `model_type`.
-        flags: of the model (`families.flags`).
+        flags: the model's (`families.flags`).
         vocabulary: tokens, which are HuggingFace's rows of the embedding and the head.
         divides_scores: whether a T5 was trained with Megatron's scale of scores, 1 / √c, in place of its own, 1.
     """

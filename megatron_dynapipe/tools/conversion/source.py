@@ -17,7 +17,7 @@ from megatron_dynapipe.megatron.entry.resume_record import named
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By their names in files of safetensors."""
+"""Types by their names in files of safetensors."""
 
 
 def their_model(config: Any, source: Path) -> Any:

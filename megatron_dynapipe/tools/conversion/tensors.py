@@ -43,8 +43,8 @@ class Heads:
     """Attention's heads.
 
     Attributes:
-        heads: of queries.
-        groups: of keys and values.
+        heads: heads of queries.
+        groups: groups of keys and values.
         scale: factor of queries, where the models scale scores differently.
     """
 

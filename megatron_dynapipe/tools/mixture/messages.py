@@ -61,8 +61,8 @@ class Conversation:
         tools: what the model may call, as the template reads them; None without.
         answers: places of the messages that are to be learned.
         others: messages of other roles that are marked to be learned, which none is.
-        variables: of the template, that the row sets.
-        columns: other columns of the row, some of which the template may read.
+        variables: variables of the template that the row sets.
+        columns: other columns of the row; the template may read some of them.
     """
 
     messages: list[Message]

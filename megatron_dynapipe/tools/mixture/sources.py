@@ -26,7 +26,7 @@ class SourcePart:
         blocks: gives its rows in order, the same whenever called.
         fingerprint: gives a text that differs where the rows may differ.
         size: bytes, for progress; 0 where that is not known.
-        path: of the file, if it is one.
+        path: the file's, if it is one.
     """
 
     blocks: Callable[[], Iterator[Block]]

@@ -70,25 +70,25 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One entry of a mixture.
 
     Attributes:
-        name: of its task; or
-        task_column: of the names of its tasks, where it holds several.
+        name: its task's; or
+        task_column: the column with the names of its tasks, if it holds several.
         source: paths, patterns or folders of JSON lines, Parquet, Arrow or CSV files; or
         hub: name of a HuggingFace dataset, with `hub_config`.
         split: of the hub dataset, of a saved one, or of a folder whose files' names say their splits; None for training
             and for all files of a folder.
-        columns: of input and target, by default "input" and "target"; or
+        columns: the columns of input and target, by default "input" and "target"; or
         template: Jinja templates of both, or one with ||| between them; or
-        messages: the column of a conversation, or several whose messages follow one another, the last of which is
-            learned; or
+        messages: the column of a conversation, or several whose messages follow one another; the last one is learned;
+            or
         text: the column of plain text, learned by `objective`, `length` tokens a sample.
         eos: whether a target ends in the tokenizer's end token; None where it is no conversation, which ends as its
             template ends it.
-        turns: of a conversation, those that are learned; None for all, or each where a template rewrites earlier ones.
+        turns: the turns of a conversation that are learned; None for all, or each if a template rewrites earlier ones.
         date: today, for chat templates that ask; None for a fixed day.
         empty_thoughts: whether an empty thought that a chat template writes by itself is learned.
         roles: the template's names of roles that the rows name otherwise.
-        system: the column of a conversation's system message; None for those of `fields.SYSTEM_COLUMNS`.
-        template_arguments: variables of the chat template, which those of a row precede.
+        system: the column of a conversation's system message; None for `fields.SYSTEM_COLUMNS`.
+        template_arguments: variables of the chat template; a row's own win.
         strip_newlines: whether answers lose the newlines with which they begin.
         weight: how often it is drawn, see `Mixing`.
         limit: samples that are taken at most, chosen by their digests.

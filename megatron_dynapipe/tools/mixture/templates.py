@@ -17,9 +17,9 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 MOST_SECONDS = 10.0
-"""Of a core's time, for a row."""
+"""A core's time for a row."""
 MOST_BYTES = 1_000_000_000
-"""Of memory, for a row."""
+"""Memory for a row."""
 _AGAIN_SECONDS = 1.0
 """The alarm rings again, since a filter may take the first one for an error of its own."""
 _RANDOM = "random"

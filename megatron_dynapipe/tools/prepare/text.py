@@ -34,7 +34,7 @@ _FIRST_ROWS = 20
 def check_first_rows(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> None:
     """Encode the first rows of every file, before anything that takes long; what they lack, all rows may lack.
 
-    Where a tokenizer is still to be trained, one of bytes stands in for it, and lengths are not compared.
+    If a tokenizer is still to be trained, one of bytes stands in for it, and lengths are not compared.
 
     Raises:
         DataError: a file cannot be read, or one of these rows cannot be used; there is no chat template.

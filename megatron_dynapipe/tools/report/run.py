@@ -47,8 +47,8 @@ class Run:
         evaluations: the same of evaluations, by split; iterations are those trained before them.
         tokens: that counted in the last evaluation, by split and the loss's name.
         stages: records of every stage of the last start, all its replicas and iterations.
-        timelines: in the order of iterations and replicas; those of which every stage has handed one in.
-        memory: of the ranks of the last start; empty without GPUs.
+        timelines: in the order of iterations and replicas, if every stage has handed one in.
+        memory: the ranks' of the last start; empty without GPUs.
     """
 
     starts: tuple[RunRecord, ...]
@@ -172,7 +172,7 @@ def bubble_shares(timeline: Timeline) -> list[float]:
     """Per stage, how much of its transfer time it waited for a peer that had not begun to send: the bubble.
 
     What is left is the transfer itself. Times of all stages are on one clock. A message is found by its micro-batch:
-    those of one micro-batch between two stages, of several chunks, come in the order in which they were sent.
+    several chunks' messages of one micro-batch between two stages come in the order in which they were sent.
     """
     sent: dict[tuple[int, int, Payload, int], deque[int]] = defaultdict(deque)
     for stage, events in enumerate(timeline):

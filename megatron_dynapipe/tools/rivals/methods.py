@@ -43,7 +43,7 @@ BRIDGE = "bridge"
 BRIDGE_ROW = 8192
 TRAINERS = ("packed_rows", *RIVALS, BRIDGE)
 NAMES = {**TITLES, BRIDGE: "rows packed as Megatron-Bridge does"}
-"""Of trainers' rows, for people."""
+"""What trainers' rows are, for people."""
 METHODS = ("dynapipe", *TRAINERS, "token_based", "uniform", "packing", "padding")
 
 
@@ -65,7 +65,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ms: predicted time of the iteration: forward, backward and transfers.
         tokens_per_second: real tokens, without padding, over that time.
-        peak_memory_mb: of the stage that needs most.
+        peak_memory_mb: peak memory of the stage that needs most.
         padding_efficiency: real tokens over positions, from 0 to 1.
         shapes: different shapes of micro-batches.
         idle: share of all stages' time in which no pass runs.

@@ -28,7 +28,7 @@ from megatron_dynapipe.sampling import GlobalBatch
 CHARGED = ((1, 1), (1, 0), (0, 1))
 """Whether inputs' and targets' positions count when a packed row's positions are charged to its samples."""
 _ROUNDING_NS = 2.0
-"""By how much the planner's integer interpolation may come out below exact costs."""
+"""How far the planner's integer interpolation may come out below exact costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,10 +36,10 @@ class LeastWork:
     """The least work of one batch under one tensor parallelism, in ns: forward and backward.
 
     Attributes:
-        kinds: of modules.
-        samples: of every sample on a module of each kind: `[samples, kinds]`.
-        total: of all samples: `[kinds]`; at least the sum of `samples`.
-        floor: of any micro-batch: `[kinds]`.
+        kinds: the kinds of modules.
+        samples: bounds of every sample on a module of each kind: `[samples, kinds]`.
+        total: the bound of all samples: `[kinds]`; at least the sum of `samples`.
+        floor: the bound of any micro-batch: `[kinds]`.
         counted: share of the positions that the last MLP and the head run, which bounds leave out where it is below 1.
     """
 

@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         predicted_ns: forward, backward and transfers; 0 with an error.
         peak_bytes: on every pipeline rank, of the replica that needs most.
         idle: share of all stages' time in which no pass runs.
-        micro_batches: of the replica that has most.
+        micro_batches: the number on the replica that has most.
         recompute: modes of micro-batches, as `none+full`.
         edges: passes that may hide reduction and gathering; None with an error.
         error: why there is no plan.
@@ -223,9 +223,9 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     """The rates that the reduction and the step depend on, in addition to layout and links.
 
     Attributes:
-        gradient_bytes: of a parameter's gradient in the reduction.
+        gradient_bytes: bytes of a parameter's gradient in the reduction.
         memory_bytes_per_second: memory traffic that a device sustains.
-        peak_flops: of its data sheet; None where the device is not known.
+        peak_flops: its data sheet's figure; None if the device is not known.
         overlaps_reduction, overlaps_gathering: whether the run has `--overlap-grad-reduce`, `--overlap-param-gather`.
     """
 
@@ -247,7 +247,8 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True):
     """The reduction of gradients and the gathering of parameters, on the slowest stage.
 
     Attributes:
-        reduction_ns, gathering_ns: of all of a stage's; without the distributed optimizer nothing is gathered.
+        reduction_ns, gathering_ns: times for all of a stage's parameters; nothing is gathered without the distributed
+            optimizer.
         buckets: parts of each stage's, one after another.
         overlaps_reduction, overlaps_gathering: whether passes may hide them.
     """

@@ -133,7 +133,7 @@ def tuning_of(
 
 
 def rank(one: Evaluation) -> tuple[int, int]:
-    """By which evaluations are sorted, the best first."""
+    """The key that sorts evaluations, the best first."""
     place = {Status.PLANNED: 0, Status.PARTIAL: 1, Status.PRUNED: 1, Status.INFEASIBLE: 2}
     return place[one.status], one.bound_ns
 

@@ -25,10 +25,10 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """One layer.
 
     Attributes:
-        forward_ms, backward_ms: of a slice of each of the profile's sizes.
-        boundary_bytes: of a sample, that cross to the next layer; what skips this layer is among it.
-        stored_bytes: of a sample, kept from its forward's end to its backward's.
-        parameter_bytes: of all its parameters.
+        forward_ms, backward_ms: times of a slice of each of the profile's sizes.
+        boundary_bytes: a sample's bytes that cross to the next layer, with what skips this layer.
+        stored_bytes: a sample's bytes, kept from its forward's end to its backward's.
+        parameter_bytes: bytes of all its parameters.
     """
 
     name: str

@@ -36,9 +36,9 @@ class OrchestratedStage(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         first_layer, end_layer: its layers, `end_layer` not among them.
-        devices: of its replicas, numbered node by node.
-        samples_per_replica: of a unit, on its busiest replica.
-        peak_memory_mb: of a replica, with model state.
+        devices: its replicas' devices, numbered node by node.
+        samples_per_replica: samples of a unit on its busiest replica.
+        peak_memory_mb: peak memory of a replica, with model state.
     """
 
     first_layer: int
@@ -58,9 +58,9 @@ class Orchestration(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         stages: in order.
-        unit_samples: of the micro-batches that go through the pipeline together.
-        units: of an iteration.
-        predicted_ms: of an iteration: forward, backward, transfers and reductions, without the optimizer step.
+        unit_samples: samples of the micro-batches that go through the pipeline together.
+        units: the number of units of an iteration.
+        predicted_ms: time of an iteration: forward, backward, transfers, reductions, without the optimizer step.
         speedup: over one device that runs the micro-batches one after another.
         bound_ms: no plan of the space takes less; `predicted_ms` where that is proven.
         seconds: the search took.
@@ -79,8 +79,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Layers and devices of every stage: a plan before it is simulated.
 
     Attributes:
-        ends: of every stage's layers, the last one being the number of layers.
-        placements: of every stage, devices on each node.
+        ends: the end of every stage's layers; the last one is the number of layers.
+        placements: every stage's devices on each node.
         micro_batches: in a unit.
     """
 
@@ -140,7 +140,7 @@ def orchestrate(
 class OrchestrationProblem:
     """The costs of a profile on a cluster, the search over them, and the simulation of single plans.
 
-    Arguments are those of `orchestrate`.
+    The arguments are `orchestrate`'s.
     """
 
     def __init__(

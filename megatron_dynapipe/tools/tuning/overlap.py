@@ -37,7 +37,7 @@ class EdgePasses(msgspec.Struct, frozen=True, kw_only=True):
         first: by pipeline rank, the first forward of each chunk, in the order in which they run; of several replicas
             the earliest.
         last: the last backward of each chunk, likewise; of several replicas the latest: all reduce together.
-        end_ns: of the plan.
+        end_ns: when the plan ends.
     """
 
     first: tuple[tuple[Span, ...], ...]
@@ -77,8 +77,8 @@ def exposed_reduction_ns(edges: EdgePasses, reduction_ns: int, counts: Sequence[
     """How much later than the plan the reduction ends, on the stage where it does last.
 
     Args:
-        edges: of a plan.
-        reduction_ns: of all gradients of a stage.
+        edges: a plan's.
+        reduction_ns: time to reduce all gradients of a stage.
         counts: buckets of each stage.
     """
     ends = [edges.end_ns]
@@ -93,7 +93,7 @@ def exposed_reduction_ns(edges: EdgePasses, reduction_ns: int, counts: Sequence[
 
 
 def exposed_gathering_ns(edges: EdgePasses, gathering_ns: int, counts: Sequence[int]) -> int:
-    """By how much the first forwards are held up by parameters, on the stage where they are most."""
+    """How long parameters hold up the first forwards, on the stage that waits longest."""
     late = [0]
     for spans, parts in zip(edges.first, counts, strict=True):
         done = 0.0

@@ -36,8 +36,8 @@ def tune_segments(
     Args:
         costs: measured by `profile_module`.
         batches: a sample of the global batches to come.
-        devices: of the cluster; every layout uses all of them.
-        memory_limit_bytes: of a device.
+        devices: the cluster's; every layout uses all of them.
+        memory_limit_bytes: memory of a device.
         network: links; by default those that the costs were measured with.
         schedule: how passes are ordered.
 

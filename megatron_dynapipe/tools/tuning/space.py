@@ -29,12 +29,12 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """The layouts that are tried.
 
     Attributes:
-        devices: of the cluster; every layout uses all of them.
+        devices: the cluster's; every layout uses all of them.
         chunks: numbers of virtual stages per pipeline rank, on two or more stages.
         splits: layer splits; of several that put the same layers on every stage, the first counts.
         distributed_optimizer: whether optimizer state is sharded; None: wherever there are replicas, since that takes
             less memory and less time.
-        tensor_sizes: of tensor parallelism, those that can be used; None: all.
+        tensor_sizes: the sizes of tensor parallelism that can be used; None: all.
         global_batch_size: samples of a global batch, which the replicas must divide; None where batches differ.
         expert_sizes: numbers of replicas that may share experts.
         halves: whether a stage may end in the middle of a layer.
@@ -78,8 +78,8 @@ class Candidate(Layout, frozen=True, kw_only=True):
     """One layout of the space.
 
     Attributes:
-        settings: the planner's; where they cannot be made, those of the model on one device.
-        split: how layers are split; those of `EVEN` and `AUTO` are chosen later.
+        settings: the planner's; if they cannot be made, the model's on one device.
+        split: how layers are split; `EVEN` and `AUTO` are chosen later.
         halves: whether that choice may divide a layer.
         error: why there is no such layout.
     """
@@ -106,24 +106,24 @@ class TunedLayout(Layout, frozen=True, kw_only=True):
     """A parallel layout and its predictions, means over the batches that were planned.
 
     Attributes:
-        layers_per_stage: of every virtual stage; None where they were not chosen.
+        layers_per_stage: layers of every virtual stage; None if they were not chosen.
         layout: auto, padded or packed: what plans may make of a micro-batch.
         distributed_optimizer: whether optimizer state is sharded.
         status: how far it was evaluated.
         batches: that were planned.
-        predicted_ms: of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
-        reduction_ms, optimizer_ms: of these, what passes do not hide of gradients' reduction and parameters' gathering,
-            and the optimizer step.
+        predicted_ms: time of an iteration: forward, backward, transfers, reduction, optimizer; None without a plan.
+        reduction_ms, optimizer_ms: parts of it: what passes do not hide of gradients' reduction and parameters'
+            gathering, and the optimizer step.
         hidden_ms: what they hide of reduction and gathering.
         bound_ms: an iteration takes at least this.
         tokens_per_second: real tokens over predicted time.
-        peak_memory_mb: of every pipeline rank.
+        peak_memory_mb: peak memory of every pipeline rank.
         idle: share of the pipelines' time in which a stage runs no pass.
-        micro_batches: of the replica that has most.
+        micro_batches: the number on the replica that has most.
         recompute: modes of micro-batches, as `none+full`.
         mfu: model FLOPs utilization, of the device's peak; None where that is not known, and for experts.
         error: why it cannot be built, or a batch has no plan.
-        measured_ms: of an iteration, where it was trained.
+        measured_ms: time of an iteration, if it was trained.
         measurement_error: why it was trained without a measurement.
     """
 

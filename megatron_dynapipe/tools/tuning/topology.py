@@ -37,9 +37,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Devices in nodes; the last node may be smaller.
 
     Attributes:
-        devices: of all nodes, at most 64.
+        devices: the number on all nodes, at most 64.
         network: rates and latencies. A node's devices share one link to other nodes; inside a node each has its own.
-        memory_bytes: of a device; None: not looked at.
+        memory_bytes: memory of a device; None: not looked at.
     """
 
     devices: int
@@ -120,7 +120,7 @@ class Placements(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         free: devices left in every state.
-        choices: of every state, (placement, state after it).
+        choices: every state's, each (placement, state after it).
     """
 
     counts: tuple[Counts, ...]

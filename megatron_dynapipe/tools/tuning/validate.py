@@ -153,7 +153,7 @@ def training_command(script: str, flags: Sequence[str], *, devices: int, iterati
 
     Args:
         script: an entry script, or one that takes its flags and prints its lines.
-        flags: of the run; those that follow from the arguments here are appended and win.
+        flags: the run's; flags that follow from the arguments here are appended and win.
         devices: processes.
         iterations: to train, at least 2.
 

@@ -30,7 +30,7 @@ class Room(NamedTuple):
         positions: most of a row.
         replicas: data-parallel replicas.
         group: micro-batches come in multiples of this on each replica: the stages with virtual ones, else 1.
-        hidden_size: of the model, for the rules that count FLOPs.
+        hidden_size: the model's, for the rules that count FLOPs.
     """
 
     positions: int
@@ -100,14 +100,14 @@ def _halves(row: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list
 Rule = Callable[[Sequence[int], Room], Rows]
 """Samples' lengths and the room for them → rows; none where the rule does not serve these replicas."""
 RIVALS: dict[str, Rule] = {"verl": verl, "slime": slime}
-"""By the names under which `compare` knows them."""
+"""Rules by the names under which `compare` knows them."""
 
 
 def row_sizes(lengths: Sequence[int], longest: int, parts: int) -> Iterator[int]:
     """Most positions of a row, to choose from: an eighth of the longest sample apart, later a sixteenth of themselves.
 
     Args:
-        lengths: of the samples, which the last size holds together.
+        lengths: the samples' lengths, which the last size holds together.
         longest: positions of the longest sample.
         parts: the first size is such a part of it.
     """
@@ -123,7 +123,7 @@ def differencing(work: Sequence[int], parts: int, *, equal_counts: bool = False)
     """Divide items into parts of alike sums by the largest differencing method of Karmarkar and Karp (1982).
 
     Args:
-        work: of each item.
+        work: each item's.
         parts: at least 1, at most as many as there are items.
         equal_counts: every part has as many items; `parts` divides their number.
 
@@ -154,7 +154,7 @@ def _differenced(work: tuple[int, ...], parts: int, equal_counts: bool) -> tuple
 
 
 _Sums = list[tuple[int, int, list[int]]]
-"""Of each part: work, number of items, items as they came to it."""
+"""Each part: work, number of items, items as they came to it."""
 
 
 def _entry(sums: _Sums) -> tuple[int, int, int, list[int], _Sums]:

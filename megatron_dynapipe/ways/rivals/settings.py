@@ -55,7 +55,7 @@ TITLES: dict[str, str] = {
     "verl": "rows packed as verl does",
     "slime": "rows packed as slime does",
 }
-"""Of today's rows, for people."""
+"""What today's rows are, for people."""
 
 
 class PartitionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
