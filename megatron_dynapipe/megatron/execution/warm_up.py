@@ -6,8 +6,8 @@ device. Inside a list the device may stand at a receive, whose sender may wait l
 Functions compiled by `torch.compile` (Megatron's fused bias-GELU and SwiGLU among them) are compiled for one shape,
 then once more with the dimensions left open that were found to differ; a dimension of 1 and gradients on or off are
 told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
-What picks a kernel by its sizes, as cuBLAS does, meets those of the first plan when its list is run alone
-(`forward_backward.run_iteration`). It need not meet those of later plans: on several stages all kernels of libraries
+What picks a kernel by its sizes, as cuBLAS does, meets the first plan's sizes when its list is run alone
+(`forward_backward.run_iteration`). It need not meet sizes of later plans: on several stages all kernels of libraries
 are loaded from the start (`CUDA_MODULE_LOADING=EAGER`, `entry/bootstrap.py`), so that another pick loads nothing.
 """
 

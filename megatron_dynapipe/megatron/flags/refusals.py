@@ -27,18 +27,18 @@ class Refusal(NamedTuple):
         why: the reason.
         unasked: their value if nobody asks, where that is not false.
         taken: words that may be asked for; empty for none.
-        beside: what has to be asked for, too.
+        only_with: another name, without which these ask for nothing.
     """
 
     names: str
     why: str
     unasked: object = None
     taken: tuple[str, ...] = ()
-    beside: str = ""
+    only_with: str = ""
 
     def asked(self, value_of: Asked) -> Iterator[str]:
         """The names, of these, that are asked for."""
-        for name in self.names.split() if not self.beside or value_of(self.beside) else ():
+        for name in self.names.split() if not self.only_with or value_of(self.only_with) else ():
             value = value_of(name)
             if value and value != self.unasked and not self._takes(value):
                 yield name
@@ -54,7 +54,7 @@ PASSES = (
         "fp8_recipe",
         "its scales are agreed on in every pass, but replicas have different numbers of passes",
         taken=tuple(MULTIPLES),
-        beside="fp8",
+        only_with="fp8",
     ),
     Refusal(
         "fp4 fp8_output_proj fp8_param_gather fp4_param_gather fp8_dot_product_attention fp8_multi_head_attention"

@@ -32,7 +32,7 @@ def keeps_whole(config: Any) -> bool:
 
 
 def tell(config: Any) -> None:
-    """Say on rank 0 that products run in eight bits, of which nothing has run on a device."""
+    """Say on rank 0 that products run in eight bits, and that they have not run on a device."""
     if getattr(config, "fp8", None):
         say(
             f"products in eight bits ({config.fp8_recipe}): lengths are multiples of {length_multiple(config)}, weights"
