@@ -93,7 +93,7 @@ def _asked(config: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _named_precision(config: Any) -> Any:
-    """A recipe's mixed precision; of a name with products in eight bits what it stands for, as all of them gather so."""
+    """A recipe's mixed precision; of a name with eight bits what it stands for, as all of them gather so."""
     precision = config.mixed_precision
     if not isinstance(precision, str) or "fp8" not in precision:
         return precision
