@@ -58,6 +58,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         label_experts: whether experts of the last layer run positions with labels alone, as other last MLPs do.
         replicas_in_step: neighbours that run in step, as many micro-batches on each, alike in time
             (`ways.in_step`); 1 for none.
+        context_teams: the most neighbouring replicas that run samples together, each its share (`ways.teams`); 1 for none.
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -89,6 +90,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     expert_imbalance: Annotated[float, msgspec.Meta(ge=1)] = IMBALANCE
     label_experts: bool = False
     replicas_in_step: _AtLeastOne = 1
+    context_teams: _AtLeastOne = 1
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
     corrections: tuple[tuple[Percent, Percent, Percent], ...] = ()
@@ -125,6 +127,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 f"expected groups in step that divide {self.data_parallel} replicas, got {self.replicas_in_step}"
             )
+        if self.context_teams > 1 and (reason := self._no_teams_because) is not None:
+            raise ConfigError(f"replicas cannot run samples together in teams of {self.context_teams}: {reason}")
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
             raise ConfigError(
                 f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
@@ -151,6 +155,28 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not self.searches:
             return "the adaptive schedule alone keeps the order of pieces"
         return None
+
+    @property
+    def _no_teams_because(self) -> str | None:
+        """Why there can be no teams under these settings, or None."""
+        most = self.context_teams
+        if self.model.decoder:
+            return "every position of a T5's encoder attends to all of them"
+        if self.model.layers_with_experts or self.replicas_in_step > 1:
+            return "experts count the tokens of whole samples"
+        if most & (most - 1) or most > self.data_parallel:
+            return f"expected 2, 4, 8 … of {self.data_parallel} replicas"
+        if self.network.devices_per_node % (most * self.tensor_parallel):
+            return (
+                f"{most} × {self.tensor_parallel} devices are no part of a node of {self.network.devices_per_node}"
+                " that others like them fill up"
+            )
+        return None if self.searches else "the adaptive schedule alone makes them"
+
+    @property
+    def team_sizes(self) -> tuple[int, ...]:
+        """Replicas of the teams that plans may have: 2, 4, … up to the most."""
+        return tuple(1 << exponent for exponent in range(1, self.context_teams.bit_length()))
 
     @property
     def searches(self) -> bool:

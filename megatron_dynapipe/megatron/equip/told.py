@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_dynapipe.megatron.models.shared_keys import Teams
 from megatron_dynapipe.megatron.models.packed_rows import PackedRow
 
 
@@ -45,7 +46,9 @@ class Channel:
 
     Attributes:
         told: of the micro-batch whose pass runs.
+        teams: that rows may be shared by.
     """
 
     def __init__(self) -> None:
         self.told = NOTHING
+        self.teams: Teams = {}

@@ -128,7 +128,7 @@ def attend_by_sample(
     )
     attended = []
     for group in groups:
-        if group.apart is not None:
+        if group.apart is not None and key.size(0) == query.size(0):  # else earlier keys are among the row's
             assert isinstance(row, PackedRow) and kept is not None, "a piece of a planned row"
             places = slice(start := row.starts()[group.apart], start + group.queries)
             piece = query[places], key[places], value[places]
