@@ -84,8 +84,8 @@ class Piece(NamedTuple):
 
 
 Share = tuple[int, int]
-"""(ranks, place): of a sample's 2 · ranks chunks of equal size, the replica at `place` runs number `place` and the one as
-far from the end, so that all have as much to attend to. (1, 0) is all of it."""
+"""(ranks, place): of a sample's 2 · ranks chunks, the replica at `place` has number `place` and the one as far from the
+end, so that all have as much to attend to. (1, 0) is all of it."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -104,10 +104,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     is empty where none is cut. Lengths are still those of the whole samples. See `ways.chains`.
 
     Where the last MLP and the head run positions with labels alone, `labels` says how many each entry has; it is empty
-    all positions run.
+    where all positions run.
 
-    Where a team of replicas runs it together, `share` says which part of every sample this one has: the shape is of
-    shares, lengths and labels of whole samples. See `ways.teams_rule`.
+    Where a team of replicas runs it together, `share` says this one's part of every sample, of which its shape is. See
+    `ways.teams_rule`.
     """
 
     sample_ids: tuple[int, ...]
@@ -171,7 +171,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     @property
     def begun_ids(self) -> tuple[int, ...]:
-        """Samples that begin here: all but those of which an earlier piece, or a share of an earlier place, is elsewhere."""
+        """Samples that begin here: all but those of which an earlier piece, or the first share, is elsewhere."""
         if self.share[1]:
             return ()
         if not self.pieces:
@@ -187,10 +187,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of its samples; a piece has as many as positions, and the first one more, for the token before.
-
-        Shares have their samples' at the first place, and none at others.
-        """
+        """Tokens of its samples; a piece has as many as positions, and the first one more, for the token before."""
         if self.share[1]:
             return 0
         if self.pieces:
@@ -287,11 +284,8 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
             cut_samples=sum(mb.cut for mb in batches),
-            left_out=sum(
-                mb.share[0] * sum(mb.positions(self.family)) - sum(mb.labels)
-                for mb in batches
-                if mb.labels and not mb.share[1]
-            ),
+            left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels)
+            + sum(sum(mb.labels) for mb in batches if mb.share[1]),
         )
 
 

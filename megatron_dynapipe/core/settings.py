@@ -58,7 +58,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         label_experts: whether experts of the last layer run positions with labels alone, as other last MLPs do.
         replicas_in_step: neighbours that run in step, as many micro-batches on each, alike in time
             (`ways.in_step`); 1 for none.
-        context_teams: the most neighbouring replicas that run samples together, each its share (`ways.teams`); 1 for none.
+        context_teams: the most neighbours that run samples together, each its share (`ways.teams`); 1 for none.
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -151,32 +151,22 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.model.decoder:
             return "every position of a T5's encoder attends to all of them"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
-            return "pieces run in packed rows, which the settings do not allow"
+            return "pieces and shares run in packed rows, which the settings do not allow"
         if not self.searches:
-            return "the adaptive schedule alone keeps the order of pieces"
+            return "the adaptive schedule alone keeps the order of pieces, and makes teams"
         return None
 
     @property
     def _no_teams_because(self) -> str | None:
         """Why there can be no teams under these settings, or None."""
-        most = self.context_teams
-        if self.model.decoder:
-            return "every position of a T5's encoder attends to all of them"
+        most, node = self.context_teams, self.network.devices_per_node
         if self.model.layers_with_experts or self.replicas_in_step > 1:
             return "experts count the tokens of whole samples"
         if most & (most - 1) or most > self.data_parallel:
             return f"expected 2, 4, 8 … of {self.data_parallel} replicas"
-        if self.network.devices_per_node % (most * self.tensor_parallel):
-            return (
-                f"{most} × {self.tensor_parallel} devices are no part of a node of {self.network.devices_per_node}"
-                " that others like them fill up"
-            )
-        return None if self.searches else "the adaptive schedule alone makes them"
-
-    @property
-    def team_sizes(self) -> tuple[int, ...]:
-        """Replicas of the teams that plans may have: 2, 4, … up to the most."""
-        return tuple(1 << exponent for exponent in range(1, self.context_teams.bit_length()))
+        if node % (most * self.tensor_parallel):
+            return f"teams of {most} × {self.tensor_parallel} devices do not fill nodes of {node}"
+        return self._whole_samples_because  # which keeps them from being shared, too
 
     @property
     def searches(self) -> bool:

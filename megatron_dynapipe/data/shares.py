@@ -50,7 +50,7 @@ def share_segments(family: ModelFamily, plan: MicroBatch) -> RowSegments:
             lengths.append(chunk)
             before.append(earlier * chunk)
             member, at = _places((earlier + 1) * chunk, ranks, chunk)
-            # Gathered keys of padded rows lie as a layer has them: of all rows' first positions, of their second ones, …
+            # Gathered keys of padded rows lie as a layer has them: all rows' first positions, their second ones, …
             places.append(member * size * length + (starts[number] + at if packed else at * size + number))
     places.append(place * size * length + np.arange(starts[-1], size * length))
     row = np.concatenate([*positions, np.arange(tail)]) if packed else positions[0]

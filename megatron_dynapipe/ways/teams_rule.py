@@ -17,6 +17,11 @@ from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan
 
 
+def team_sizes(most: int) -> tuple[int, ...]:
+    """Replicas of the teams that plans may have: 2, 4, … up to the most."""
+    return tuple(1 << exponent for exponent in range(1, most.bit_length()))
+
+
 def check_teams(plan: IterationPlan) -> None:
     """Raise a PlanError naming the first replica that is not as its team is."""
     first = 0

@@ -35,9 +35,7 @@ def shares(lengths: list[int], ranks: int, layout: BatchLayout, *, spare: int = 
 
 def collated(lengths: list[int], plans: list[MicroBatch]) -> list[HostMicroBatch]:
     samples = [([FIRST * (n + 1) + at for at in range(length + 1)], []) for n, length in enumerate(lengths)]
-    collate = Collator(
-        required=RequiredFields(tokens=True, labels=True), reader=reader_of(samples), special=Tokens()
-    )
+    collate = Collator(required=RequiredFields(tokens=True, labels=True), reader=reader_of(samples), special=Tokens())
     return [collate(0, plan, GPT) for plan in plans]
 
 

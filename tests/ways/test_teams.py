@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.show import _text
-from megatron_dynapipe.core.errors import ConfigError, PlanError
+from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.core.native import fast_verify
-from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.store.codec import decode_plan, encode, encode_entries
 from megatron_dynapipe.ways.rules import verify
 from tests.core.planner_cases import batch, planner

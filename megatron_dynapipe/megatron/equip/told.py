@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_dynapipe.megatron.models.shared_keys import Teams
 from megatron_dynapipe.megatron.models.packed_rows import PackedRow
+from megatron_dynapipe.megatron.models.shared_keys import Teams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

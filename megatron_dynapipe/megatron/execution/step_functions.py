@@ -117,9 +117,7 @@ def gpt_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool
     """
     segments = host.input_segments
     packed = (
-        ()
-        if segments is None
-        else (segments.offsets, segments.positions, segments.key_offsets, segments.key_places)
+        () if segments is None else (segments.offsets, segments.positions, segments.key_offsets, segments.key_places)
     )
     texts = (host.tokens, host.labels, host.loss_mask, host.tasks, host.rows, host.samples)
     tokens, labels, loss_mask, tasks, rows, samples, *moved = copy_to(device, (*texts, *packed))

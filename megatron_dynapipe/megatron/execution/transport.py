@@ -22,6 +22,7 @@ from megatron_dynapipe.runtime import (
 )
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import PipelineGroups, backend_of, group_of_each, make_groups, warm_up
+from megatron_dynapipe.ways.teams_rule import team_sizes
 
 
 def open_runner(
@@ -135,19 +136,15 @@ def tensor_group(control: ControlGroup, *, device: torch.device, timeout_s: floa
     return group
 
 
-def team_groups(
-    control: ControlGroup, settings: PlannerSettings, *, device: torch.device, timeout_s: float
-) -> Teams:
-    """This rank's team of every size that plans may have: neighbours among the replicas; warmed up.
+def team_groups(control: ControlGroup, settings: PlannerSettings, *, device: torch.device, timeout_s: float) -> Teams:
+    """Make this rank's team of every size that plans may have, of neighbours among the replicas, and warm it up.
 
     Every rank calls it, at the same point: all of them make all the groups, in one order.
     """
     teams: Teams = {}
-    if settings.context_teams == 1:
-        return teams
     replicas = torch.tensor(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
     lists = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(replicas)})
-    for size in settings.team_sizes:
+    for size in team_sizes(settings.context_teams):
         of_size = [ranks[first : first + size] for ranks in lists for first in range(0, len(ranks), size)]
         full = [ranks for ranks in of_size if len(ranks) == size]
         group = group_of_each(full, backend=backend_of(device), timeout_s=timeout_s)

@@ -77,7 +77,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         schedule=ScheduleSettings(search_evaluations=0),
         scatter_gather=ScatterGather(layout.scatter_gather),
         transfers=CUDA_RULES if layout.transfers == "cuda" else GLOO_RULES,
-        micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" else (BatchLayout.PADDED,),
+        micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" or layout.teams else (BatchLayout.PADDED,),
         slices=layout.slices or "off",
         context_teams=most,
     )
@@ -98,6 +98,8 @@ def planner(layout: Layout) -> LayoutPlanner:
     made.divided = layout.divided
     made.teams = layout.teams
     busy = [layout.replicas - layout.idle] if layout.idle else [len(sizes) for sizes in layout.teams]
-    alone = msgspec.structs.replace(settings, context_teams=1)
+    alone = settings
+    if layout.teams:
+        alone = msgspec.structs.replace(settings, context_teams=1, micro_batch_layouts=(BatchLayout.PADDED,))
     made.of_busy = [planner_of(msgspec.structs.replace(alone, data_parallel=replicas), costs) for replicas in busy]
     return made
