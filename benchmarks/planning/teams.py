@@ -5,7 +5,7 @@
 Most samples are below 8,192 positions (lognormal around 600); the tail is log-uniform. The model is LLaMA 3 8B by
 computed costs, on nodes of eight H100s as `configs/clusters/h100_80gb.yaml` has them. Every plan is made and verified;
 times are the planner's own, of shares as two pieces of their chunks and gathers inside the node. Seconds are of
-planning, with teams and without.
+planning, without teams and with them. A gain of nan: no batch has a plan without teams.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def main() -> None:
                 for seed in range(args.batches):
                     batch = mixture(tail, samples, seed)
                     rows.append((planned(without, costs, batch), planned(teams, costs, batch)))
-                gains = [one[0] / other[0] for one, other in rows]
+                gains = [one[0] / other[0] for one, other in rows if one[0] < float("inf")] or [float("nan")]
                 seconds = [statistics.median(row[side][1] for row in rows) for side in (0, 1)]
                 chosen = ", ".join("+".join(map(str, other[2])) for _, other in rows)
                 print(

@@ -24,7 +24,7 @@ def share_costs(
     recompute: Recompute,
     *,
     chunk: IntArray,
-    ranks: int,
+    ranks: int | IntArray,
     element_bytes: int,
     network: Network,
 ) -> IntArray:
@@ -34,7 +34,7 @@ def share_costs(
         tables: modules' costs.
         recompute: the mode that they are of.
         chunk: positions of each share's chunks.
-        ranks: members of the team.
+        ranks: members of each share's team.
         element_bytes: of an element of keys and values.
         network: the link that members gather over is inside a node.
     """
@@ -49,7 +49,9 @@ def share_costs(
     )
     its = costs[:, tables.kinds.index(ATTENTION)]
     of_member = 2 * tables.key_value_channels * own * element_bytes  # keys and values
-    once_ns = (ranks - 1) * of_member * BITS / network.intra_node_gbps + 2_000 * network.intra_node_latency_us
+    once_ns = (ranks - 1) * of_member * BITS / network.intra_node_gbps + 2_000 * (
+        of_member > 0
+    ) * network.intra_node_latency_us
     again = 3 if recompute is not Recompute.NONE else 2  # the gathers of a backward pass, and its reduce-scatter
     its[:, Quantity.FORWARD] += np.rint(once_ns).astype(np.int64)
     its[:, Quantity.BACKWARD] += np.rint(again * once_ns).astype(np.int64)

@@ -26,7 +26,7 @@ from tests.helpers.processes import run_ranks
 
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
---dynapipe-config --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device
+--dynapipe-config --dynapipe-context-teams --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device
 --dynapipe-device-memory-limit --dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planner-cores --dynapipe-report-dir
