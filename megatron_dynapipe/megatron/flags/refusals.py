@@ -46,7 +46,7 @@ class Refusal(NamedTuple):
 
 
 PASSES = (
-    Refusal("hybrid_context_parallel dynamic_context_parallel", "planned rows are not divided over ranks"),
+    Refusal("hybrid_context_parallel dynamic_context_parallel", "plans say which ranks share rows, if any do"),
     Refusal(
         "fp8 fp4 fp8_output_proj fp8_param_gather fp4_param_gather te_precision_config_file",
         "its scales are agreed on in every pass, but replicas have different numbers of passes; its weights are kept"
@@ -67,7 +67,7 @@ PASSES = (
 
 EVERYWHERE = (
     *PASSES,
-    Refusal("context_parallel_size", "planned rows are not divided over ranks; pieces of samples are planned", 1),
+    Refusal("context_parallel_size", "plans say which replicas share long samples (--dynapipe-context-teams)", 1),
     Refusal("mtp_num_layers", "its loss is averaged over micro-batches"),
     Refusal(
         "tp_comm_overlap",

@@ -147,6 +147,8 @@ REFUSED = {
     f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
     f"{EXPERTS} --expert-model-parallel-size 2": "expert × expert tensor × pipeline parallel sizes divide (2)",
     f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --dynapipe-slices 64": "seq_aux_loss is of whole samples",
+    "--dynapipe-context-teams 2": "--dynapipe-context-teams 2 cannot be honoured: members of a team would drop other",
+    "--dynapipe-context-teams 2 --attention-dropout 0": "in teams of 2: expected 2, 4, 8 … of 1 replicas",
     "--dynapipe-schedule 1f1b --dynapipe-slices 64": "--dynapipe-schedule 1f1b does not keep the order of pieces",
     "--dynapipe-schedule 1f1b --dynapipe-split-backward on": "--dynapipe-schedule 1f1b divides none",
     f"{EXPERTS} --moe-grouped-gemm": "and these are Transformer Engine's kernels",
