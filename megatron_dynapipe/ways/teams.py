@@ -23,6 +23,7 @@ from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.partition import OrderedPartitions, by_length
 from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.core.scheduling import ScheduledBatch
+from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.core.ways import LEAST_GAIN, Candidate, Way
@@ -48,6 +49,8 @@ class Teams:
     def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
         """The other ways' for all samples; and, where that promises to be faster, theirs beside teams."""
         proposed = list(self._proposed(samples, problem))
+        if not can_cut(problem):
+            notice("no teams of replicas: the cost model does not say how wide keys are")
         if problem.forward_only or not can_cut(problem):
             return proposed
         replicas = self._settings.data_parallel

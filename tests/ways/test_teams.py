@@ -1,5 +1,6 @@
 """Teams: what the verifier says where members differ, and what a plan's numbers count once."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.core.costs import Quantity
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanError
@@ -19,6 +20,7 @@ from megatron_dynapipe.core.network import Network
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing.pieces import piece_costs
 from megatron_dynapipe.costing.shares import share_costs
@@ -158,6 +160,15 @@ def test_batches_without_long_samples_are_planned_as_without_teams() -> None:
     batch = of_lengths([100] * 50)
     alone, shared = (planner_with_teams(most).plan(batch, 0) for most in (1, 4))
     assert shared.replicas == alone.replicas
+
+
+def test_costs_that_know_no_keys_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    notice.cache_clear()
+    known = planner_with_teams(4)
+    tables = [dataclasses.replace(under_mode, key_value_channels=0) for under_mode in known.tables]
+    made = planner_over(known.settings, tables, costs_digest="keyless")
+    assert made.plan(of_lengths([9000, 100, 100, 100]), 0).teams == (1,) * 4
+    assert "no teams of replicas: the cost model does not say how wide keys are" in caplog.text
 
 
 def test_samples_that_fit_on_no_replica_fit_on_a_team() -> None:
