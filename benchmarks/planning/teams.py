@@ -5,7 +5,8 @@
 Most samples are below 8,192 positions (lognormal around 600); the tail is log-uniform. The model is LLaMA 3 8B by
 computed costs, on nodes of eight H100s as `configs/clusters/h100_80gb.yaml` has them. Every plan is made and verified;
 times are the planner's own, of shares as two pieces of their chunks and gathers inside the node. Seconds are of
-planning, without teams and with them. A gain of nan: no batch has a plan without teams.
+planning, without teams and with them. A gain of nan: no batch has a plan without teams. With `--rival` the last column
+is the time of Megatron-LM's dynamic context parallelism (`dynamic_cp`), under 1F1B in the same pipeline, over a plan's.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 import msgspec
 import numpy as np
 
+from benchmarks.planning.dynamic_cp import fastest_run
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.network import Network
@@ -23,6 +25,8 @@ from megatron_dynapipe.core.units import BatchLayout, ModelFamily
 from megatron_dynapipe.costing import AnalyticCostModel, ModelShape, model_of_layers
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.tools.rivals.methods import Longest, method_settings
+from megatron_dynapipe.ways.rivals.rules import row_sizes
 
 LLAMA = ModelShape(
     family=ModelFamily.GPT,
@@ -94,17 +98,31 @@ def planned(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) 
     return plan.totals.predicted_ns / 1e6, time.perf_counter() - began, plan.teams
 
 
+def rival_ms(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) -> float:
+    """Predicted ms of dynamic context parallelism in the same pipeline; infinite where its rows do not fit."""
+    longest = Longest(int(-(-batch.input_lengths.max() // 8) * 8), 0)
+    try:
+        planner = planner_of(method_settings("packed_rows", longest, run), costs)
+        samples = planner.samples(batch)
+        sizes = row_sizes(samples.input_positions.tolist(), longest.inputs, run.data_parallel)
+        return fastest_run(planner, samples, sizes).makespan_ns / 1e6
+    except PlanningError:
+        return float("inf")
+
+
 def main() -> None:
     """Print a row for each layout, mixture and number of samples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", default=("8,1,8", "8,2,4", "16,1,4", "16,4,1"))
     parser.add_argument("--samples", nargs="*", type=int, default=(64, 256))
     parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--rival", action="store_true", help="predict dynamic context parallelism, too")
     args = parser.parse_args()
     rates = rates_of("NVIDIA H100 80GB HBM3")
     assert rates is not None, "a known device"
     costs = AnalyticCostModel(LLAMA, rates, max_size=64, max_length=LONGEST)
-    print("| data, tensor, pipeline | tail | samples | gain | least | seconds | teams |\n|---|---|---|---|---|---|---|")
+    print("| data, tensor, pipeline | tail | samples | gain | least | seconds | teams | rival |")
+    print("|---|---|---|---|---|---|---|---|")
     for layout in args.layouts:
         data, tensor, pipeline = map(int, layout.split(","))
         without = settings(data, tensor, pipeline)
@@ -113,15 +131,18 @@ def main() -> None:
         for tail in TAILS:
             for samples in args.samples:
                 rows = []
+                rivals = []
                 for seed in range(args.batches):
                     batch = mixture(tail, samples, seed)
                     rows.append((planned(without, costs, batch), planned(teams, costs, batch)))
+                    if args.rival:
+                        rivals.append(rival_ms(without, costs, batch) / rows[-1][1][0])
                 gains = [one[0] / other[0] for one, other in rows if one[0] < float("inf")] or [float("nan")]
                 seconds = [statistics.median(row[side][1] for row in rows) for side in (0, 1)]
                 chosen = ", ".join("+".join(map(str, other[2])) for _, other in rows)
                 print(
                     f"| {layout} | {tail} | {samples} | {statistics.geometric_mean(gains):.2f} | {min(gains):.2f} |"
-                    f" {seconds[0]:.1f} → {seconds[1]:.1f} | {chosen} |",
+                    f" {seconds[0]:.1f} → {seconds[1]:.1f} | {chosen} | {' '.join(f'{one:.2f}' for one in rivals)} |",
                     flush=True,
                 )
 
