@@ -251,7 +251,8 @@ def _joined(
 def _at(samples: Samples, places: IntArray) -> Samples:
     """Some of the samples."""
     arrays = {field.name: getattr(samples, field.name) for field in fields(samples)}
-    return Samples(**{name: None if array is None else array[places] for name, array in arrays.items()})
+    taken: dict[str, Any] = {name: None if array is None else array[places] for name, array in arrays.items()}
+    return Samples(**taken)
 
 
 def _both(shared: Samples, rest: Samples) -> Samples:

@@ -43,7 +43,7 @@ class TeamKeys:
         self._group = teams[row.ranks]
         self._places = row.key_places
         self.own = [tensor.detach() for tensor in own]
-        self._again: list[Tensor | None] = []
+        self._again: list[Tensor] = []
         self.joined: list[Tensor] = list(_Gather.apply(self, *own))
 
     def gather(self) -> list[Tensor]:
@@ -67,7 +67,8 @@ class TeamKeys:
         else:
             summed = every.new_empty(positions, *every.shape[1:])
             dist.reduce_scatter_tensor(summed, every, group=self._group)
-        return summed.view(own.shape)
+        shaped: Tensor = summed.view(own.shape)
+        return shaped
 
     @contextlib.contextmanager
     def gathered_again(self) -> Iterator[None]:
@@ -83,10 +84,9 @@ class TeamKeys:
                 return saved
             number, *form = saved
             if not self._again:  # by all members at their first, whatever each has saved
-                self._again = list(self.gather())
-            again = self._again[number]
-            assert again is not None, "there until the gradients are scattered"
-            return again.as_strided(*form)
+                self._again = self.gather()
+            again: Tensor = self._again[number].as_strided(*form)
+            return again
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
