@@ -36,9 +36,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from benchmarks.executor.pairs import Iteration, add_arguments, measure, report
 from megatron_dynapipe.core.lowering import PipelineTopology, lower
 from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
+from megatron_dynapipe.core.native import PassOrder
 from megatron_dynapipe.core.orders import one_f_one_b
 from megatron_dynapipe.core.plan import StagePlan
-from megatron_dynapipe.core.problem import PassOrder
 from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.costing import PipelineLayout, even_layer_split
 from megatron_dynapipe.costing.pattern import with_stages

@@ -7,9 +7,10 @@
     micro-batch 1    ranks 0–3: what is left, each sample over all ranks, so that none is idle
 
 Its rows are no plan: shares of a sample run on several replicas at once. So its time is predicted here, of 1F1B on
-every rank. A share of n of a sample's l positions costs what a piece of n positions does that attends to (l - n) / 2
-earlier ones, which is the mean of the shares that balance attention. What ranks wait for one another in attention, and
-the ring on which keys and values are exchanged, count nothing: the prediction favours it.
+every rank. A share of n of a sample's l positions costs what a team's member pays for it in a plan (`costing.shares`):
+what a piece of n positions does that attends to (l - n) / 2 earlier ones, which is the mean of the shares that balance
+attention, and gathers of keys and values over the link inside a node, or between nodes where a group fills more than
+one. What ranks wait for one another in attention counts nothing: the prediction favours it.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from megatron_dynapipe.core.orders import Schedule, ScheduleSettings, schedule
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout, Shape
-from megatron_dynapipe.costing.pieces import piece_costs
+from megatron_dynapipe.costing.shares import share_costs
 from megatron_dynapipe.tools.rivals.methods import method_settings
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
 from megatron_dynapipe.ways.rivals.rules import row_sizes
@@ -226,14 +227,24 @@ def _sharded(
     part = -(-whole // parts)
     problem = planner.problem(samples)
     is_share = parts > 1
+    network = planner.settings.network
+    between = replace(
+        network, intra_node_gbps=network.inter_node_gbps, intra_node_latency_us=network.inter_node_latency_us
+    )
     costs = [
-        piece_costs(
-            tables,
-            mode,
-            positions=part * is_share,
-            before=(whole - part) // 2,
-            later=np.zeros_like(part),
-            element_bytes=planner.settings.element_bytes,
+        np.where(
+            (parts * planner.settings.tensor_parallel > network.devices_per_node)[:, None, None],
+            *(
+                share_costs(
+                    tables,
+                    mode,
+                    chunk=-(-part // 2) * is_share,
+                    ranks=parts,
+                    element_bytes=planner.settings.element_bytes,
+                    network=link,
+                )
+                for link in (between, network)
+            ),
         )
         for tables, mode in zip(problem.modes, planner.settings.recompute, strict=True)
     ]

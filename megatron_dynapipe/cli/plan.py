@@ -109,7 +109,7 @@ def _limits(planner: Planner, samples: Samples, plan: IterationPlan) -> dict[str
     work = LeastWork(planner, samples)
     devices = work.everywhere(work.times())
     fitting = work.on_one_stage() if has_one_stage(planner) else work.everywhere(work.times(fitting=True))
-    memory = max(devices, fitting)
+    memory = devices if planner.settings.context_teams > 1 else max(devices, fitting)  # others bound whole samples
     busy = (sum(e.end_ns - e.start_ns for e in s.predicted) for replica in plan.replicas for s in replica.stages)
     ladder = {"devices": devices, "stages": devices, "memory": memory, "micro_batches": max(memory, *busy)}
     return {name: bound / NS_PER_MS for name, bound in ladder.items()}
@@ -160,9 +160,11 @@ def _replicas(plan: IterationPlan, layers_per_stage: tuple[float, ...]) -> list[
 def _micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
     """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so.
 
-    A piece is [sample, start, end], in positions.
+    A piece is [sample, start, end], in positions; a share is [ranks, place] in its team.
     """
-    entry = {"shape": list(micro_batch.shape), "recompute": micro_batch.modes}
+    entry: dict[str, Any] = {"shape": list(micro_batch.shape), "recompute": micro_batch.modes}
+    if micro_batch.share[0] > 1:
+        entry["share"] = list(micro_batch.share)
     if micro_batch.layout is BatchLayout.PADDED:
         return {"samples": list(micro_batch.sample_ids)} | entry
     row: list[Any] = list(micro_batch.sample_ids)

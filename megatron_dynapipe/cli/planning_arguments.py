@@ -255,6 +255,7 @@ def planner_settings(args: argparse.Namespace, cost_model: CostModel, *, choose:
         recompute=args.limit_rc_type or _modes(args),
         micro_batch_layouts=tuple(BatchLayout) if args.layout == AUTO else (BatchLayout(args.layout),),
         slices=args.slices,
+        context_teams=getattr(args, "context_teams", None) or 1,
         split_backward=args.split_backward,
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,

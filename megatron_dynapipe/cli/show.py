@@ -1,6 +1,7 @@
 """`show`: a plan as text, as a timeline picture, or as a Chrome/Perfetto trace."""
 
 import argparse
+from itertools import accumulate
 from pathlib import Path
 
 from megatron_dynapipe.core.errors import ConfigError
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.picture, args.trace)):
         check_replaceable(path, is_ours=marked(GENERATOR))
     plan = decode_plan(read_bounded(args.plan))
-    replicas = range(len(plan.replicas)) if args.replica is None else [args.replica]
+    first_of_teams = accumulate(plan.teams[:-1], initial=0)  # whose members run one list
+    replicas = list(first_of_teams) if args.replica is None else [args.replica]
     if any(not 0 <= replica < len(plan.replicas) for replica in replicas):
         raise ConfigError(f"expected a replica from 0 to {len(plan.replicas) - 1}, got {args.replica}")
     if args.picture is None and args.trace is None:
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(plan: IterationPlan, replica: int) -> str:
     share = plan.replicas[replica]
-    lines = [f"# iteration {plan.iteration}, replica {replica}: predicted {share.predicted_ns / 1e6:.3f} ms"]
+    lines = [f"# iteration {plan.iteration}, {_name(plan, replica)}: predicted {share.predicted_ns / 1e6:.3f} ms"]
     for row, micro_batch in enumerate(share.micro_batches):
         names = [*map(str, micro_batch.sample_ids)]
         for at, piece in cut_entries(micro_batch):
@@ -76,4 +78,10 @@ def _panel(plan: IterationPlan, replica: int) -> Panel:
     share = plan.replicas[replica]
     timeline = tuple(stage.predicted for stage in share.stages)
     its = tuple(map(tuple, chains(share.micro_batches).values()))
-    return Panel(f"iteration {plan.iteration}, replica {replica}: planned", timeline, its)
+    return Panel(f"iteration {plan.iteration}, {_name(plan, replica)}: planned", timeline, its)
+
+
+def _name(plan: IterationPlan, replica: int) -> str:
+    members = plan.replicas[replica].team
+    first = replica - replica % members
+    return f"replica {replica}" if members == 1 else f"replicas {first} to {first + members - 1}, one team"

@@ -63,7 +63,7 @@ _GATHERS = "--overlap-param-gather"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_shared_arguments(parser, without=("layers-per-stage", "schedule"))
+    add_shared_arguments(parser, without=("layers-per-stage", "schedule", "context-teams"))
     add = parser.add_argument
     add("--devices", type=positive, required=True, metavar="N", help="of the cluster; all are used")
     add("--top", type=positive, default=_TOP, metavar="K", help="best layouts that are found for certain (%(default)s)")

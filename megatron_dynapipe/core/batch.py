@@ -102,6 +102,7 @@ class Samples:
     Attributes:
         labels: positions of each that count; None where all do.
         starts: where samples are cut: the first position of each entry, which may be a piece (`ways.pieces`).
+        ranks: members of the team that runs each; then positions are a share's (`ways.teams`). None for whole samples.
     """
 
     ids: IntArray
@@ -113,10 +114,11 @@ class Samples:
     targets: IntArray
     labels: IntArray | None = None
     starts: IntArray | None = None
+    ranks: IntArray | None = None
 
     def pieces_of(self, members: IntArray) -> tuple[Piece, ...]:
         """The positions of each of some entries, if one of them is a piece; else none."""
-        if self.starts is None:
+        if self.starts is None or self.team_of(members) > 1:
             return ()
         starts = self.starts[members]
         ends = starts + self.input_positions[members]
@@ -124,6 +126,10 @@ class Samples:
         if ((ends - starts) == whole).all():
             return ()
         return tuple(Piece(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+
+    def team_of(self, members: IntArray) -> int:
+        """Replicas that run some entries together, which are all alike in it."""
+        return 1 if self.ranks is None or not len(members) else int(self.ranks[members[0]])
 
     @classmethod
     def of(cls, batch: GlobalBatch, family: ModelFamily, multiple: int = LENGTH_MULTIPLE) -> Self:

@@ -36,8 +36,7 @@ from megatron_dynapipe.core.instructions import (
     effects_of,
 )
 from megatron_dynapipe.core.model import BoundaryShapes
-from megatron_dynapipe.core.native import agree
-from megatron_dynapipe.core.problem import PassOrder
+from megatron_dynapipe.core.native import PassOrder, agree
 
 Lists = tuple[tuple[Instruction, ...], ...]
 """Instructions per pipeline stage."""

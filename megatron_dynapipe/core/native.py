@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
-from megatron_dynapipe.core.costs import ABSENT, LARGEST_COORDINATE, LARGEST_COST
+from megatron_dynapipe.core.costs import ABSENT, LARGEST_COORDINATE, LARGEST_COST, IntArray
 from megatron_dynapipe.core.errors import InstallationError
-from megatron_dynapipe.core.instructions import EFFECTS, Buffer, Instruction, Payload
+from megatron_dynapipe.core.instructions import EFFECTS, PASS_TYPES, Buffer, Instruction, Pass, Payload
 from megatron_dynapipe.core.verify_buffers import Dimensions, Steps
 
 try:
@@ -18,12 +19,18 @@ except ImportError as error:
         " the clone's own package: make setup, or pip install -e .)",
     ) from error
 
-__all__ = ["FEW_ROWS", "NEVER", "agree", "core", "fast_verify"]
+__all__ = ["FEW_ROWS", "NEVER", "PassOrder", "agree", "core", "fast_verify", "from_codes", "to_codes"]
 
 NEVER = 2**61
 """Above every time that the core predicts; what it returns where there is no time."""
 FEW_ROWS = core.FEW_ROWS
 """Micro-batches of a replica: a search of so few may end far from where its start promises."""
+
+PassOrder = tuple[tuple[Pass, ...], ...]
+"""Per pipeline stage, its forward and backward passes in the order in which it runs them."""
+
+_NUMBERS = {kind: number for number, kind in enumerate(PASS_TYPES)}
+"""The native core numbers passes, too: a pass is (micro-batch · chunks + chunk) · 4 + the number of its type."""
 
 
 def agree(name: str, expected: object) -> None:
@@ -44,8 +51,31 @@ for _name, _constant in (
     ("InstructionFields", {kind.__name__: 1 + len(kind.__struct_fields__) for kind in EFFECTS}),
     ("Buffer", dict(Buffer.__members__)),
     ("Payload", dict(Payload.__members__)),
+    ("Pass", {kind.__name__: number for kind, number in _NUMBERS.items()}),
 ):
     agree(_name, _constant)
+
+
+def to_codes(order: PassOrder, chunks: int) -> IntArray:
+    """Passes as the native core takes them: int64[stages, most passes of a stage], filled up with -1."""
+    codes = np.full((len(order), max(map(len, order), default=0)), -1, np.int64)
+    for stage, passes in enumerate(order):
+        codes[stage, : len(passes)] = [
+            (step.micro_batch * chunks + step.chunk) * len(PASS_TYPES) + _NUMBERS[type(step)] for step in passes
+        ]
+    return codes
+
+
+def from_codes(codes: IntArray, chunks: int) -> PassOrder:
+    """The passes of every stage from what `to_codes` makes."""
+    return tuple(tuple(_pass_of(code, chunks) for code in stage if code >= 0) for stage in codes.tolist())
+
+
+def _pass_of(code: int, chunks: int) -> Pass:
+    place, kind = divmod(code, len(PASS_TYPES))
+    micro_batch, chunk = divmod(place, chunks)
+    return PASS_TYPES[kind](micro_batch, chunk)
+
 
 _encode = msgspec.msgpack.Encoder().encode
 

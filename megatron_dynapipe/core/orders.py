@@ -14,10 +14,10 @@ import numpy as np
 
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError
 from megatron_dynapipe.core.instructions import Backward, Forward, Pass
-from megatron_dynapipe.core.native import NEVER, agree, core
+from megatron_dynapipe.core.native import NEVER, PassOrder, agree, core
 from megatron_dynapipe.core.network import GLOO_RULES
 from megatron_dynapipe.core.plan import Timeline
-from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.core.problem import ScheduleProblem
 from megatron_dynapipe.core.simulate import Simulation, simulate, simulate_all
 from megatron_dynapipe.core.units import in_mb
 

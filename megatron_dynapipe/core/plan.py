@@ -83,6 +83,11 @@ class Piece(NamedTuple):
     end: int
 
 
+Share = tuple[int, int]
+"""(ranks, place): of a sample's 2 · ranks chunks, the replica at `place` has number `place` and the one as far from the
+end, so that all have as much to attend to. (1, 0) is all of it."""
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Samples that run together: a row each, padded to the longest, or packed one after another in a single row.
 
@@ -100,6 +105,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     If the last MLP and the head run positions with labels alone, `labels` says how many each entry has; it is empty if
     all positions run.
+
+    If a team of replicas runs it together, `share` says this one's part of every sample, whose shape it has. See
+    `ways.teams_rule`.
     """
 
     sample_ids: tuple[int, ...]
@@ -112,6 +120,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     peak_bytes: tuple[int, ...]
     pieces: tuple[Piece, ...] = ()
     labels: tuple[int, ...] = ()
+    share: Share = (1, 0)
 
     def __post_init__(self) -> None:
         counts = (len(self.sample_ids), len(self.input_lengths), len(self.target_lengths))
@@ -133,6 +142,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
             )
         if self.labels and len(self.labels) != samples:
             raise PlanError(f"expected labels of each of {samples} samples or of none, got {len(self.labels)}")
+        ranks, place = self.share
+        if not 0 <= place < ranks or (ranks > 1 and self.pieces):
+            raise PlanError(f"expected a place among the ranks that share whole samples, got {place} of {ranks}")
         if len({len(self.recompute), len(self.stored_bytes), len(self.peak_bytes)}) > 1:
             raise PlanError(
                 "expected recompute modes, stored and peak bytes for the same virtual stages, got "
@@ -140,10 +152,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
             )
 
     def positions(self, family: ModelFamily) -> tuple[int, ...]:
-        """Input positions of every sample, or of its piece."""
+        """Input positions of every sample, or of its piece or share; a share's chunks are filled up."""
         if self.pieces:
             return tuple(end - start for start, end in self.pieces)
-        return tuple(input_positions(family, tokens) for tokens in self.input_lengths)
+        whole = tuple(input_positions(family, tokens) for tokens in self.input_lengths)
+        ranks, _ = self.share
+        return whole if ranks == 1 else tuple(2 * -(-positions // (2 * ranks)) for positions in whole)
 
     @property
     def modes(self) -> Recompute | list[Recompute]:
@@ -157,7 +171,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
 
     @property
     def begun_ids(self) -> tuple[int, ...]:
-        """Samples that begin here: all except the ones whose earlier pieces are elsewhere."""
+        """Samples that begin here: all except the ones whose earlier pieces, or first shares, are elsewhere."""
+        if self.share[1]:
+            return ()
         if not self.pieces:
             return self.sample_ids
         pieces = zip(self.sample_ids, self.pieces, strict=True)
@@ -172,6 +188,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, for
     @property
     def real_tokens(self) -> int:
         """Tokens of its samples; a piece has as many as positions, and the first one more, for the token before."""
+        if self.share[1]:
+            return 0
         if self.pieces:
             return sum(end - start + (start == 0) for start, end in self.pieces)
         return sum(self.input_lengths) + sum(self.target_lengths)
@@ -191,6 +209,11 @@ class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
     micro_batches: tuple[MicroBatch, ...]
     stages: tuple[StagePlan, ...]
     predicted_ns: int
+
+    @property
+    def team(self) -> int:
+        """Replicas that run its micro-batches together; 1 for it alone."""
+        return self.micro_batches[0].share[0] if self.micro_batches else 1
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -243,6 +266,14 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
         return frozenset((mb.layout, mb.shape) for replica in self.replicas for mb in replica.micro_batches)
 
     @property
+    def teams(self) -> tuple[int, ...]:
+        """Replicas of each team, a single one's too, in order; their sum is the number of replicas."""
+        sizes: list[int] = []
+        while sum(sizes) < len(self.replicas):
+            sizes.append(self.replicas[sum(sizes)].team)
+        return tuple(sizes)
+
+    @property
     def totals(self) -> Totals:
         """Sums over the replicas."""
         batches = [mb for replica in self.replicas for mb in replica.micro_batches]
@@ -253,7 +284,8 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
             micro_batches=tuple(len(replica.micro_batches) for replica in self.replicas),
             predicted_ns=max((replica.predicted_ns for replica in self.replicas), default=0),
             cut_samples=sum(mb.cut for mb in batches),
-            left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels),
+            left_out=sum(sum(mb.positions(self.family)) - sum(mb.labels) for mb in batches if mb.labels)
+            + sum(sum(mb.labels) for mb in batches if mb.share[1]),
         )
 
 

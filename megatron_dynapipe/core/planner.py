@@ -237,7 +237,7 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
     """
     layout = settings.layout
     plans = []
-    for rows, schedule in zip(scheduled.replicas, scheduled.schedules, strict=True):
+    for number, (rows, schedule) in enumerate(zip(scheduled.replicas, scheduled.schedules, strict=True)):
         topology = PipelineTopology(
             stages=layout.stages,
             chunks=layout.chunks,
@@ -252,7 +252,7 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
         )
         lists = lower(schedule.order, topology)
         plan = ReplicaPlan(
-            micro_batches=tuple(_micro_batch(settings, samples, scheduled, int(row)) for row in rows),
+            micro_batches=tuple(_micro_batch(settings, samples, scheduled, int(row), number) for row in rows),
             stages=tuple(
                 StagePlan(stage=stage, instructions=instructions, predicted=schedule.timeline[stage])
                 for stage, instructions in enumerate(lists)
@@ -265,8 +265,11 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
     return (*plans, *[idle] * (settings.data_parallel - len(plans)))
 
 
-def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch, row: int) -> MicroBatch:
+def _micro_batch(
+    settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch, row: int, replica: int
+) -> MicroBatch:
     members = scheduled.members[row]
+    ranks = samples.team_of(members)
     return MicroBatch(
         sample_ids=tuple(samples.ids[members].tolist()),
         input_lengths=tuple(samples.input_tokens[members].tolist()),
@@ -278,6 +281,7 @@ def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: Schedul
         peak_bytes=tuple(scheduled.costs.peak_bytes[row].tolist()),
         pieces=samples.pieces_of(members),
         labels=() if samples.labels is None else tuple(samples.labels[members].tolist()),
+        share=(ranks, replica % ranks),
     )
 
 

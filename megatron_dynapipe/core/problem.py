@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from megatron_dynapipe.core.costs import HEAD, CostTables, Quantity
 from megatron_dynapipe.core.errors import PlanningError
-from megatron_dynapipe.core.instructions import PASS_TYPES, Pass
 from megatron_dynapipe.core.model import PipelineLayout
 from megatron_dynapipe.core.native import agree, core
 from megatron_dynapipe.core.network import GLOO_RULES, Links, TransferRules
@@ -44,37 +43,9 @@ _COST_FIELDS = (
 """Arrays of costs of a `ScheduleProblem`, in the native core's order."""
 _COSTS = len(_COST_FIELDS)
 
-PassOrder = tuple[tuple[Pass, ...], ...]
-"""Per pipeline stage, its forward and backward passes in the order in which it runs them."""
-
-_NUMBERS = {kind: number for number, kind in enumerate(PASS_TYPES)}
-"""The native core numbers passes, too: a pass is (micro-batch · chunks + chunk) · 4 + the number of its type."""
-
 agree("Quantity", {quantity.name: quantity.value for quantity in Quantity})
 agree("SplitBackward", SPLIT_BACKWARD)
-agree("Pass", {kind.__name__: number for kind, number in _NUMBERS.items()})
 agree("costs", list(_COST_FIELDS))
-
-
-def to_codes(order: PassOrder, chunks: int) -> IntArray:
-    """Passes as the native core takes them: int64[stages, most passes of a stage], filled up with -1."""
-    codes = np.full((len(order), max(map(len, order), default=0)), -1, np.int64)
-    for stage, passes in enumerate(order):
-        codes[stage, : len(passes)] = [
-            (step.micro_batch * chunks + step.chunk) * len(PASS_TYPES) + _NUMBERS[type(step)] for step in passes
-        ]
-    return codes
-
-
-def from_codes(codes: IntArray, chunks: int) -> PassOrder:
-    """The passes of every stage from what `to_codes` makes."""
-    return tuple(tuple(_pass_of(code, chunks) for code in stage if code >= 0) for stage in codes.tolist())
-
-
-def _pass_of(code: int, chunks: int) -> Pass:
-    place, kind = divmod(code, len(PASS_TYPES))
-    micro_batch, chunk = divmod(place, chunks)
-    return PASS_TYPES[kind](micro_batch, chunk)
 
 
 def native_rules(rules: TransferRules) -> dict[str, Any]:

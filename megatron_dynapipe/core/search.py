@@ -37,8 +37,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.native import PassOrder, from_codes
 from megatron_dynapipe.core.partition import OrderedPartitions, Partition
-from megatron_dynapipe.core.problem import BatchProblem, IntArray, PassOrder, from_codes
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout
 
 _logger = logging.getLogger(__name__)

@@ -59,6 +59,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         replicas_in_step: neighbours that run in step, as many micro-batches on each, alike in time
             (`ways.in_step`); 1 for none.
         length_multiple: lengths of micro-batches are multiples of it, as its products want them.
+        context_teams: the most neighbours that run samples together, each its share (`ways.teams`); 1 for none.
         slices: whether long samples are cut along their sequence: where that is faster, never, or always, with no piece
             of more positions than this (longer ones where there would be too many, `pieces.within_bound`).
         split_backward: whether backward passes are divided, so that weights' gradients fill a stage's waits: where that
@@ -91,6 +92,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     label_experts: bool = False
     replicas_in_step: _AtLeastOne = 1
     length_multiple: Annotated[int, msgspec.Meta(ge=1, le=2**20, multiple_of=LENGTH_MULTIPLE)] = LENGTH_MULTIPLE
+    context_teams: _AtLeastOne = 1
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
     corrections: tuple[tuple[Percent, Percent, Percent], ...] = ()
@@ -127,6 +129,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 f"expected groups in step that divide {self.data_parallel} replicas, got {self.replicas_in_step}"
             )
+        if self.context_teams > 1 and (reason := self._no_teams_because) is not None:
+            raise ConfigError(f"replicas cannot run samples together in teams of {self.context_teams}: {reason}")
         if self.model_state_bytes is not None and len(self.model_state_bytes) != self.pipeline_parallel:
             raise ConfigError(
                 f"expected the model state of {self.pipeline_parallel} pipeline ranks,"
@@ -149,10 +153,22 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.model.decoder:
             return "every position of a T5's encoder attends to all of them"
         if BatchLayout.PACKED not in self.micro_batch_layouts:
-            return "pieces run in packed rows, which the settings do not allow"
+            return "pieces and shares run in packed rows, which the settings do not allow"
         if not self.searches:
-            return "the adaptive schedule alone keeps the order of pieces"
+            return "the adaptive schedule alone keeps the order of pieces, and makes teams"
         return None
+
+    @property
+    def _no_teams_because(self) -> str | None:
+        """Why there can be no teams under these settings, or None."""
+        most, node = self.context_teams, self.network.devices_per_node
+        if self.model.layers_with_experts or self.replicas_in_step > 1:
+            return "experts count the tokens of whole samples"
+        if most & (most - 1) or most > self.data_parallel:
+            return f"expected 2, 4, 8 … of {self.data_parallel} replicas"
+        if node % (most * self.tensor_parallel):
+            return f"teams of {most} × {self.tensor_parallel} devices do not fill nodes of {node}"
+        return self._whole_samples_because  # which keeps them from being shared, too
 
     @property
     def searches(self) -> bool:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from megatron_dynapipe.core.errors import PlanningError, StallError
 from megatron_dynapipe.core.instructions import format_instruction
-from megatron_dynapipe.core.native import core
+from megatron_dynapipe.core.native import PassOrder, core, to_codes
 from megatron_dynapipe.core.network import TransferRules
 from megatron_dynapipe.core.plan import Event, Timeline
-from megatron_dynapipe.core.problem import IntArray, PassOrder, ScheduleProblem, native_rules, to_codes
+from megatron_dynapipe.core.problem import IntArray, ScheduleProblem, native_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ transfers  sends and receives of equal shapes in equal order; no stall          
 memory     what passes and messages hold, with the model state, within the limit         memory
 
 Ways to make micro-batches bring rules of their own (`ways.rules`): pieces tile their samples and run in their
-order; replicas that share experts run the same passes.
+order; replicas that share experts run the same passes; a team's replicas run one list, each on its share.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from megatron_dynapipe.core.errors import PlanError
 from megatron_dynapipe.core.instructions import BackwardInput, Instruction, format_instruction
 from megatron_dynapipe.core.memory import ELEMENT_BYTES, check_memory, message_elements
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, holds_row, least_shape, row_offsets
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute, input_positions, target_positions
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute, target_positions
 from megatron_dynapipe.core.verify_buffers import Dimensions, Steps, trace_stage
 from megatron_dynapipe.core.verify_transfers import check_pairing, check_progress, check_shapes
 
@@ -229,7 +229,7 @@ def _check_micro_batch(family: ModelFamily, where: str, micro_batch: MicroBatch,
 
 def _check_padding(family: ModelFamily, where: str, micro_batch: MicroBatch) -> None:
     shape = micro_batch.shape
-    need_input = input_positions(family, max(micro_batch.input_lengths))
+    need_input = max(micro_batch.positions(family))
     need_target = target_positions(family, max(micro_batch.target_lengths))
     if need_input > shape.input_length or need_target > shape.target_length:
         raise PlanError(
@@ -259,7 +259,7 @@ def _check_numbers(family: ModelFamily, where: str, micro_batch: MicroBatch) -> 
     if (least := min(lengths, default=1)) < 1:
         raise PlanError(f"{where}: expected lengths of 1 token or more, got {least}")
     for labels, positions in zip(micro_batch.labels, micro_batch.positions(family), strict=False):
-        most = 0 if family.is_encoder_decoder else positions
+        most = 0 if family.is_encoder_decoder else positions * micro_batch.share[0]
         if not 0 <= labels <= most:
             raise PlanError(f"{where}: expected 0 to {most} labels of {positions} {family} positions, got {labels}")
     if min(micro_batch.shape) < 0:

@@ -39,7 +39,9 @@ class Candidate:
         fallback: makes what it starts with where it finds nothing from those; None for nothing else.
         searchable: whether a search may change the partitions.
         is_default: whether it is searched unless another one starts ahead of it by `LEAST_GAIN`.
-        spread: makes a schedule of all replicas, and what that holds, of one that was planned for several in step.
+        spread: makes a schedule of all replicas, and what that holds, of one that was planned for several in step, or
+            next to teams.
+        least_ns: what replicas take at most that are not in its problem, but in what `spread` makes.
         missed: what users are told where nothing is found of it, though they asked for it.
     """
 
@@ -51,6 +53,7 @@ class Candidate:
     is_default: bool = False
     spread: Callable[[ScheduledBatch], tuple[Samples, ScheduledBatch]] | None = None
     missed: str = ""
+    least_ns: int = 0
 
     @cached_property
     def _problems(self) -> list[BatchProblem]:
@@ -117,13 +120,16 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
     default = next((candidate for candidate in candidates if candidate.is_default), None)
     ahead = default if len(candidates) == 1 and default is not None else _ahead(candidates)
     found: tuple[Candidate, ScheduledBatch] | None = None
+    least = 0
     for candidate in dict.fromkeys((ahead, default)):
         scheduled = None if candidate is None else candidate.scheduled(chosen)
         if candidate is None or scheduled is None:
             continue
-        if found is None or scheduled.makespan_ns < found[1].makespan_ns:
+        takes = max(scheduled.makespan_ns, candidate.least_ns)
+        if found is None or takes < least:
             found = candidate, scheduled
-        if scheduled.makespan_ns <= candidate.problem.enough_ns:
+            least = takes
+        if takes <= candidate.problem.enough_ns:
             break
     return found
 
@@ -134,10 +140,11 @@ def _ahead(candidates: Sequence[Candidate]) -> Candidate | None:
     least: int | None = None
     for candidate in candidates:
         started = candidate.start(least)
-        if started is None or (least is not None and started.makespan_ns >= least):
+        takes = 0 if started is None else max(started.makespan_ns, candidate.least_ns)
+        if started is None or (least is not None and takes >= least):
             continue
         ahead = candidate
-        least = started.makespan_ns
+        least = takes
         if candidate.is_default:
             least = int(least * (1 + MARGIN_OF_FEW if started.rows <= FEW_ROWS else 1 - LEAST_GAIN))
     return ahead

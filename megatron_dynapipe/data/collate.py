@@ -18,6 +18,7 @@ decoder-only, losses of targets d and z: the head runs for these alone
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from megatron_dynapipe.core.errors import DataError, PlanError
 from megatron_dynapipe.core.plan import MicroBatch
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, ModelFamily, Shape, round_up, sequence_positions
 from megatron_dynapipe.data.segments import RowSegments, SampleRows, check_fits, put
+from megatron_dynapipe.data.shares import chunk_of, held, share_segments
 from megatron_dynapipe.data.spans import LossOn, kept_pair, sequence
 from megatron_dynapipe.sampling import Cutter
 
@@ -64,7 +66,8 @@ class HostMicroBatch:
         shape: (b, s, t); t is 0 for decoder-only models.
         input_lengths: int32[samples], real positions of s.
         decoder_lengths: int32[samples], real positions of t (target and one more); None for decoder-only models.
-        input_segments: where the samples of a packed row lie, on every stage; None if it is padded.
+        input_segments: where the samples of a packed row lie, on every stage; None if it is padded, unless it has
+            shares.
         decoder_segments: likewise for the decoder's row; None for decoder-only models.
         tokens: int64[b, s].
         decoder_tokens: int64[b, t].
@@ -174,7 +177,7 @@ class Collator:
             shape=plan.shape,
             input_lengths=torch.from_numpy(input_lengths),
             decoder_lengths=None if decoder_lengths is None else torch.from_numpy(decoder_lengths),
-            input_segments=rows.input_segments,
+            input_segments=share_segments(family, plan) if plan.share[0] > 1 else rows.input_segments,
             decoder_segments=rows.target_segments,
             samples=None if samples is None else torch.from_numpy(samples),
             **self._text(plan, family, rows),
@@ -211,13 +214,17 @@ class Collator:
     def _sequence(
         self, cutter: Cutter, plan: MicroBatch, number: int
     ) -> tuple[npt.ArrayLike, npt.ArrayLike, Any, npt.ArrayLike]:
-        """A decoder-only sample or its piece: tokens, none of a decoder's, labels, and which of these count."""
+        """A decoder-only sample, its piece or share: tokens, none of a decoder's, labels, and which of these count."""
         sample = plan.sample_ids[number]
         planned = plan.input_lengths[number]
         tokens, counts = sequence(cutter, sample, self._read(sample), planned, self.loss_on)
         start, end = plan.pieces[number] if plan.pieces else (0, sequence_positions(planned))
         following = slice(start + 1, end + 1)  # none of a sequence of one token, which trains on nothing
-        return tokens[start:end], (), tokens[following], counts[following]
+        if plan.share[0] == 1:
+            return tokens[start:end], (), tokens[following], counts[following]
+        take = partial(held, share=plan.share, chunk=chunk_of(cutter.family, plan, number))
+        pad = self.special.pad_id
+        return take(tokens[:end], fill=pad), (), take(tokens[following], fill=pad), take(counts[following], fill=0)
 
     def _pair(
         self, cutter: Cutter, plan: MicroBatch, number: int

@@ -205,7 +205,7 @@ def in_one_buffer(batch: HostMicroBatch, *, pin: bool) -> HostMicroBatch:
     """The same micro-batch with all its tensors in one buffer."""
     rows = {name: row for name in ("input_segments", "decoder_segments") if (row := getattr(batch, name)) is not None}
     named = {field.name: value for field in fields(batch) if isinstance(value := getattr(batch, field.name), Tensor)}
-    parts = ("offsets", "positions", "key_offsets")
+    parts = ("offsets", "positions", "key_offsets", "key_places")
     tensors = [*named.values(), *(getattr(row, part) for row in rows.values() for part in parts)]
     copied = iter(gathered(tensors, pin=pin))
     changed: dict[str, Any] = dict(zip(named, copied, strict=False))

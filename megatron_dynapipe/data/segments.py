@@ -61,7 +61,10 @@ class RowSegments:
         positions: int64[1, length], each position's place in its segment.
         lengths: positions of every segment; the last is the tail's.
         cuts: those that are pieces of samples, by their number.
-        key_offsets: `offsets` of the keys that segments attend to, earlier pieces' included; None without cuts.
+        key_offsets: `offsets` of the keys that segments attend to, earlier pieces' or chunks' included; None without
+            cuts or shares.
+        key_places: int64[keys] of shares (`data.shares`), where each key is among the keys of all members.
+        ranks: members of the team.
     """
 
     offsets: Tensor
@@ -69,6 +72,8 @@ class RowSegments:
     lengths: tuple[int, ...]
     cuts: Mapping[int, CutSegment] = field(default_factory=dict)
     key_offsets: Tensor | None = None
+    key_places: Tensor | None = None
+    ranks: int = 1
 
     @property
     def longest(self) -> int:
@@ -78,8 +83,7 @@ class RowSegments:
     @property
     def most_keys(self) -> int:
         """Keys of the segment that attends to the most."""
-        before = {segment: cut.start for segment, cut in self.cuts.items()}
-        return max(length + before.get(segment, 0) for segment, length in enumerate(self.lengths))
+        return self.longest if self.key_offsets is None else int(self.key_offsets.diff().max())
 
     @classmethod
     def of(cls, starts: Sequence[int], length: int, cuts: Mapping[int, CutSegment] | None = None) -> "RowSegments":

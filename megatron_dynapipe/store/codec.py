@@ -20,7 +20,7 @@ from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.store.entry import StageEntry
 
 MAGIC = b"DYNAPL"
-VERSION = 6
+VERSION = 7
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f">{len(MAGIC)}sH{DIGEST_BYTES}s")
 

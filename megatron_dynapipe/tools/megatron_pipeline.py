@@ -28,9 +28,10 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, SampleReader, SpecialTokens
 from megatron_dynapipe.data.spans import LossOn
+from megatron_dynapipe.megatron.equip.equipped import equip
 from megatron_dynapipe.megatron.execution.iterations import IterationRunner
 from megatron_dynapipe.megatron.execution.step_functions import STEPS, batch_maker, required_fields
-from megatron_dynapipe.megatron.execution.transport import open_runner
+from megatron_dynapipe.megatron.execution.transport import open_runner, team_groups
 from megatron_dynapipe.megatron.hooks import fused_kernels, repairs
 from megatron_dynapipe.runtime import Trace
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -130,6 +131,10 @@ class MegatronPipeline:
         self._runner = IterationRunner(
             steps, planner.settings, required=self._required, make_batch=batch_maker(models), seed=seed
         )
+        if planner.settings.context_teams > 1:
+            equip(models).channel.teams = team_groups(
+                self._control, planner.settings, device=self._device, timeout_s=timeout_s
+            )
         self._replica = parallel_state.get_data_parallel_rank()
         self.iteration = first_iteration
 

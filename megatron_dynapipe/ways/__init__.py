@@ -2,6 +2,7 @@
 
 whole      samples as they are, padded or packed        pieces     long samples cut along their sequence
 in_step    replicas that run the same passes            theirs     as another trainer makes them
+teams      long samples on several replicas at once
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.ways import Way
 from megatron_dynapipe.ways.in_step import InStep
 from megatron_dynapipe.ways.pieces import CutSamples
+from megatron_dynapipe.ways.teams import Teams
 from megatron_dynapipe.ways.theirs import Theirs
 from megatron_dynapipe.ways.whole import WholeSamples
 
@@ -17,6 +19,8 @@ from megatron_dynapipe.ways.whole import WholeSamples
 def ways_of(settings: PlannerSettings) -> Sequence[Sequence[Way]]:
     """Ways that are tried together, and those to try where nothing is found of the ones before."""
     tried = _of_one_replica(settings)
+    if settings.context_teams > 1:
+        return [[Teams(settings, ways)] for ways in tried]
     if settings.replicas_in_step == 1:
         return tried
     return [[InStep(settings, ways)] for ways in tried]

@@ -1,4 +1,4 @@
-"""What plans of some ways have to hold, in addition to what every plan has to: for pieces, and for replicas in step."""
+"""What plans of some ways have to hold, in addition to what every plan has to: for pieces, replicas in step, teams."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,14 +9,16 @@ from megatron_dynapipe.core.verify import FastVerify
 from megatron_dynapipe.core.verify import verify as verify_by
 from megatron_dynapipe.ways.chains import check_chain_order, check_pieces
 from megatron_dynapipe.ways.step_rule import check_in_step
+from megatron_dynapipe.ways.teams_rule import check_teams
 
 
 class RulesOfWays:
-    """The rules of pieces and of replicas in step; see `core.verify.PlanRules`."""
+    """The rules of pieces, of replicas in step and of teams; see `core.verify.PlanRules`."""
 
     def check(self, plan: IterationPlan) -> None:
-        """Raise a PlanError where replicas leave their step, or pieces do not tile their sample."""
+        """Raise a PlanError where replicas leave their step or their team, or pieces do not tile their sample."""
         check_in_step(plan)
+        check_teams(plan)
         for index, replica in enumerate(plan.replicas):
             check_pieces(plan.family, index, replica.micro_batches)
 

@@ -1,9 +1,9 @@
 """List scheduling as its rules read (`core.orders`), a pass at a time: an oracle."""
 
 from megatron_dynapipe.core.instructions import Pass
-from megatron_dynapipe.core.native import NEVER
+from megatron_dynapipe.core.native import NEVER, PassOrder
 from megatron_dynapipe.core.orders import Policy, Rule, forwards_of_earlier_chunks, order_of, sequences
-from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.core.problem import ScheduleProblem
 
 
 def list_schedule_by_rules(problem: ScheduleProblem, policy: Policy) -> PassOrder | None:

@@ -9,8 +9,9 @@ from megatron_dynapipe.core.instructions import (
     Pass,
     format_instruction,
 )
+from megatron_dynapipe.core.native import PassOrder
 from megatron_dynapipe.core.plan import Event
-from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.core.problem import ScheduleProblem
 from megatron_dynapipe.core.simulate import Simulation
 
 

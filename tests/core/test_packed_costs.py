@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.choosing.planners import planner_of
-from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem, from_codes
+from megatron_dynapipe.core.native import from_codes
+from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import ABSENT, PackedTables, Quantity

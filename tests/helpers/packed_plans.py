@@ -1,12 +1,12 @@
-"""Plans changed by hand: the same micro-batches, some as packed rows, some with backward passes in halves."""
+"""Plans changed by hand: the same micro-batches, some as packed rows, some with backward passes in halves; or teams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Instruction, Pass, TensorShape
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
-from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute, Shape
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute, Shape, round_up
 from tests.helpers.lists import packed_shape
 
 LAYOUTS: dict[str, Callable[[int], bool]] = {
@@ -39,6 +39,40 @@ def _relaid(family: ModelFamily, replica: ReplicaPlan, packs: Callable[[int], bo
         msgspec.structs.replace(stage, instructions=tuple(map(moved, stage.instructions))) for stage in replica.stages
     )
     return msgspec.structs.replace(replica, micro_batches=tuple(rows), stages=stages)
+
+
+def teamed(plan: IterationPlan, sizes: Sequence[int], *, sequence_parallel: int = 1) -> IterationPlan:
+    """The plan with a team of each size in place of a replica; `sequence_parallel` ranks share the rows."""
+    replicas = []
+    for replica, size in zip(plan.replicas, sizes, strict=True):
+        rows = [_shared(plan.family, mb, size) for mb in replica.micro_batches]
+        lengths = [row.shape.input_length // sequence_parallel for row in rows]
+        stages = tuple(
+            msgspec.structs.replace(
+                stage, instructions=tuple(_of_length(step, lengths[step.micro_batch]) for step in stage.instructions)
+            )
+            for stage in replica.stages
+        )
+        for place in range(size):
+            its = tuple(msgspec.structs.replace(row, share=(size, place)) for row in rows)
+            replicas.append(msgspec.structs.replace(replica, micro_batches=its, stages=stages))
+    return msgspec.structs.replace(plan, replicas=tuple(replicas))
+
+
+def _shared(family: ModelFamily, micro_batch: MicroBatch, size: int) -> MicroBatch:
+    """A share of it at the first place, in the least shape."""
+    shared = msgspec.structs.replace(micro_batch, share=(size, 0))
+    lengths = shared.positions(family)
+    length = sum(lengths) if micro_batch.layout is BatchLayout.PACKED else max(lengths)
+    shape = Shape(micro_batch.shape.size, round_up(length))
+    return shared if size == 1 else msgspec.structs.replace(shared, shape=shape)
+
+
+def _of_length(step: Instruction, length: int) -> Instruction:
+    shapes: tuple[TensorShape, ...] | None = getattr(step, "shapes", None)
+    if shapes is None:
+        return step
+    return msgspec.structs.replace(step, shapes=tuple((length, *rest) for _, *rest in shapes))
 
 
 def halved(plan: IterationPlan, *, every: int) -> IterationPlan:

@@ -8,9 +8,10 @@ import numpy as np
 from megatron_dynapipe.core.instructions import Backward, BackwardInput, BackwardWeight, Pass
 from megatron_dynapipe.core.lowering import PipelineTopology, lower
 from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
+from megatron_dynapipe.core.native import PassOrder
 from megatron_dynapipe.core.orders import SCHEDULES
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan, Totals
-from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.core.problem import ScheduleProblem
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers

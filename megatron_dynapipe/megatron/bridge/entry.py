@@ -50,6 +50,7 @@ def planned(
     costs: str | Path = AUTO,
     *,
     layers: str = AUTO,
+    context_teams: int = 1,
     calibrate_s: float = 0.0,
     long_samples: LongSamples | str = LongSamples.FAIL,
     memory_limit_mb: float | None = None,
@@ -68,6 +69,7 @@ def planned(
         config: a `ConfigContainer` of a GPT or Hybrid model; after the block it is as it was.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
+        context_teams: up to so many replicas of a node, 2, 4, 8 …, run long samples together; 1 for none.
         layers: "auto" chooses layers per stage and virtual stages, by plans; "recipe" keeps the recipe's.
         calibrate_s: seconds for which costs are measured instead, before the recipe's first run on such a machine.
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".
@@ -83,22 +85,20 @@ def planned(
 
     Raises:
         ConfigError: planned runs do not support something in the recipe, or one is active.
-        DataError: the dataset is missing, damaged, or of another tokenizer.
-        UnsupportedMegatronError: this Megatron-Bridge lacks something that planned runs rely on.
+        DataError, UnsupportedMegatronError: the dataset is missing or damaged; Bridge lacks what runs rely on.
     """
+    same: dict[str, Any] = {"context_teams": context_teams, "cluster": cluster, "ahead": ahead, "correct": correct}
     host = Recipe(
         checked(config),
         dataset=checked_dataset(config, dataset),
         costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
         chooses_layers=chooses(layers),
+        **same,
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
-        cluster=cluster,
         store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
         store_bind=store_bind,
         planner_cores=planner_cores,
-        ahead=ahead,
-        correct=correct,
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )

@@ -13,6 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_dynapipe import cpu
+from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
@@ -55,6 +56,7 @@ def plan_inputs(
     long_samples: LongSamples,
     memory_limit_bytes: int | None,
     cluster: str,
+    context_teams: int = 1,
 ) -> PlanInputs:
     """Everything plans are made from; every rank calls it, at the same point.
 
@@ -69,6 +71,7 @@ def plan_inputs(
         long_samples: what becomes of samples that are too long.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         cluster: as `planned`.
+        context_teams: likewise.
 
     Raises:
         ConfigError, CostModelError, DataError: settings of plans do not go together, or a file cannot be read.
@@ -81,7 +84,8 @@ def plan_inputs(
     limit = memory_limit_bytes or machine.device_memory_bytes(described, on_cpu=on_cpu)
     network = machine.network(known.load().links, described)
     rules = GLOO_RULES if on_cpu else cuda_rules(os.environ)
-    planner = _planner(config, models, control, shape, memory_limit_bytes=limit, network=network, transfers=rules)
+    given = {"memory_limit_bytes": limit, "network": network, "transfers": rules, "context_teams": context_teams}
+    planner = _planner(config, models, control, shape, **given)
     splits = splits_of(config, long_samples, data, iteration)
     return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
 
@@ -194,6 +198,12 @@ def _planner(
     else:
         modules = stacks.modules_of(layers_of_recipe(config))
         of_model_built = FREE
+    if of_machine["context_teams"] > 1 and (of_model_built["slices"] == "off" or model.attention_dropout):
+        raise ConfigError(
+            f"context_teams={of_machine['context_teams']}: expected attention that takes pieces of samples, without"
+            " dropout",
+            hint="leave context_teams out, or set model.attention_dropout to 0",
+        )
     return PlannerSettings(
         model=stacks,
         hidden_size=model.hidden_size,

@@ -53,7 +53,7 @@ class Recipe(Host):
         chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
-        long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
+        context_teams, long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
     """
 
     loss_on: LossOn | None = None
@@ -65,6 +65,7 @@ class Recipe(Host):
         dataset: Path | None,
         costs: Path | None,
         chooses_layers: bool,
+        context_teams: int,
         long_samples: LongSamples,
         memory_limit_bytes: int | None,
         cluster: str,
@@ -82,6 +83,7 @@ class Recipe(Host):
             plan_inputs,
             config,
             costs=costs,
+            context_teams=context_teams,
             long_samples=long_samples,
             memory_limit_bytes=memory_limit_bytes,
             cluster=cluster,

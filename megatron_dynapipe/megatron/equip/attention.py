@@ -1,7 +1,8 @@
-"""Core attention that keeps the samples of a packed row apart, and attends to earlier pieces of a sample.
+"""Core attention that keeps the samples of a packed row apart, and attends to earlier pieces or chunks of a sample.
 
     row     a a a a b b c c c      one call of the module's own attention for each sample, or one kernel for all
     piece   b' attends to the keys and values that b's pass has left here (`kept_keys`), and to its own
+    share   its two chunks attend to keys and values of all members of a team (`shared_keys`)
 
 Sinks, windows, soft caps, scales and dropout are the module's, since it is the module that attends. Padded rows
 go its own way, bit for bit.
@@ -27,6 +28,7 @@ from megatron_dynapipe.megatron.models.engine_attention import has_fused_kernel
 from megatron_dynapipe.megatron.models.kept_keys import KeptKeys
 from megatron_dynapipe.megatron.models.packed_attention import attend_pieces_in_kernel
 from megatron_dynapipe.megatron.models.packed_rows import PackedRow
+from megatron_dynapipe.megatron.models.shared_keys import TeamKeys
 
 Attend = Callable[..., Tensor]
 """The module's own forward function."""
@@ -53,7 +55,21 @@ class RowsCore:
         if row is None:
             return attend(query, key, value, *rest, **keywords)
         keywords.pop("packed_seq_params", None)
+        if row.ranks > 1:
+            return self._attend_shares(attend, query, key, value, row, **keywords)
         return self.attend_row(attend, query, key, value, row, **keywords)
+
+    def _attend_shares(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
+    ) -> Tensor:
+        """[s, b, heads × channels] of b rows of s positions, which attention takes one after another."""
+        length, size = query.shape[:2]
+        team = TeamKeys(self.channel.teams, row, key, value)
+        in_one_row = query.transpose(0, 1).flatten(0, 1).unsqueeze(1)
+        with team.gathered_again():
+            keys, values = (tensor.unsqueeze(1) for tensor in team.joined)
+            attended = self.attend_row(attend, in_one_row, keys, values, row, **keywords)
+        return attended.view(size, length, -1).transpose(0, 1).contiguous()
 
     def attend_row(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
@@ -126,7 +142,7 @@ class EngineRowsCore(RowsCore):
         def in_kernel(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **_: Any) -> Tensor:
             return attend(query, key, value, None, **keywords | _in_thd(row, keywords))
 
-        if row.has_prefix:
+        if row.cuts and row.has_prefix:
             return attend_pieces_in_kernel(query, key, value, row, self.kept_keys, in_kernel).view(len(query), 1, -1)
         return in_kernel(query, key, value, row).view(len(query), 1, -1)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_dynapipe.megatron.models.packed_rows import PackedRow
+from megatron_dynapipe.megatron.models.shared_keys import Teams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +46,9 @@ class Channel:
 
     Attributes:
         told: what is told of the micro-batch whose pass runs.
+        teams: the groups by which rows may be shared.
     """
 
     def __init__(self) -> None:
         self.told = NOTHING
+        self.teams: Teams = {}

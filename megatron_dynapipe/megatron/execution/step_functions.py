@@ -116,7 +116,9 @@ def gpt_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool
         explicit_mask: local attention takes a mask of padded rows; Transformer Engine's causal kernel wants none.
     """
     segments = host.input_segments
-    packed = () if segments is None else (segments.offsets, segments.positions, segments.key_offsets)
+    packed = (
+        () if segments is None else (segments.offsets, segments.positions, segments.key_offsets, segments.key_places)
+    )
     texts = (host.tokens, host.labels, host.loss_mask, host.tasks, host.rows, host.samples)
     tokens, labels, loss_mask, tasks, rows, samples, *moved = copy_to(device, (*texts, *packed))
     length = host.shape.input_length
@@ -124,7 +126,7 @@ def gpt_batch(host: HostMicroBatch, device: torch.device, *, explicit_mask: bool
     positions: torch.Tensor | None = torch.arange(length, device=device).expand(host.shape.size, -1)
     if segments is not None:
         row = self_row(_on_device(segments, moved))
-        positions = row.positions
+        positions = row.positions if row.positions is None else row.positions.expand(host.shape.size, -1)
     return {
         "tokens": tokens,
         "position_ids": positions,
@@ -197,7 +199,10 @@ def _given(lengths: torch.Tensor | None) -> torch.Tensor:
 def _on_device(segments: RowSegments, moved: Sequence[torch.Tensor | None]) -> DeviceSegments:
     offsets, positions, *cut = moved
     assert offsets is not None and positions is not None, "every stage has them"
-    return DeviceSegments(host=segments, offsets=offsets, positions=positions, key_offsets=cut[0] if cut else None)
+    key_offsets, key_places = cut or (None, None)
+    return DeviceSegments(
+        host=segments, offsets=offsets, positions=positions, key_offsets=key_offsets, key_places=key_places
+    )
 
 
 def copy_to(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -10,6 +10,7 @@ from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.costing import ScatterGather
+from megatron_dynapipe.megatron.models.shared_keys import Teams
 from megatron_dynapipe.outputs import say
 from megatron_dynapipe.runtime import (
     HostStagedTransport,
@@ -21,6 +22,7 @@ from megatron_dynapipe.runtime import (
 )
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.process_groups import PipelineGroups, backend_of, group_of_each, make_groups, warm_up
+from megatron_dynapipe.ways.teams_rule import team_sizes
 
 
 def open_runner(
@@ -132,6 +134,25 @@ def tensor_group(control: ControlGroup, *, device: torch.device, timeout_s: floa
     gathered = torch.zeros(group.size(), device=device)
     dist.all_gather_into_tensor(gathered, gathered[:1].clone(), group=group)
     return group
+
+
+def team_groups(control: ControlGroup, settings: PlannerSettings, *, device: torch.device, timeout_s: float) -> Teams:
+    """Make this rank's team of every size that plans may have, of neighbours among the replicas, and warm it up.
+
+    Every rank calls it, at the same point: all of them make all the groups, in one order.
+    """
+    teams: Teams = {}
+    replicas = torch.tensor(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
+    lists = sorted({tuple(int(rank) for rank in ranks) for ranks in control.gather(replicas)})
+    for size in team_sizes(settings.context_teams):
+        of_size = [ranks[first : first + size] for ranks in lists for first in range(0, len(ranks), size)]
+        full = [ranks for ranks in of_size if len(ranks) == size]
+        group = group_of_each(full, backend=backend_of(device), timeout_s=timeout_s)
+        if group is not None:
+            teams[size] = group
+            gathered = torch.zeros(size, device=device)
+            dist.all_gather_into_tensor(gathered, gathered[:1].clone(), group=group)
+    return teams
 
 
 def share_a_device(control: ControlGroup, device: torch.device) -> bool:

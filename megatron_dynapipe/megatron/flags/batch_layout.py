@@ -122,6 +122,18 @@ def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> S
     raise ConfigError(f"{flag} {asked} cannot be honoured: {reason}", hint=f"pass {flag} auto or off")
 
 
+def context_teams(args: argparse.Namespace) -> int:
+    """The most replicas of a team; raises ConfigError where attention of members would drop weights."""
+    most: int = args.dynapipe_context_teams
+    if most > 1 and args.attention_dropout:
+        raise ConfigError(
+            f"--dynapipe-context-teams {most} cannot be honoured: members of a team would drop other weights of"
+            " attention than one replica",
+            hint="pass --attention-dropout 0",
+        )
+    return most
+
+
 def undivided_because(args: argparse.Namespace) -> str:
     """Why a run has whole backward passes alone; empty where it need not."""
     return first_reason(

@@ -49,7 +49,7 @@ class Refusal(NamedTuple):
 
 
 PASSES = (
-    Refusal("hybrid_context_parallel dynamic_context_parallel", "planned rows are not divided over ranks"),
+    Refusal("hybrid_context_parallel dynamic_context_parallel", "plans say which ranks share rows, if any do"),
     Refusal(
         "fp8_recipe",
         "its scales are agreed on in every pass, but replicas have different numbers of passes",
@@ -76,7 +76,7 @@ PASSES = (
 
 EVERYWHERE = (
     *PASSES,
-    Refusal("context_parallel_size", "planned rows are not divided over ranks; pieces of samples are planned", 1),
+    Refusal("context_parallel_size", "plans say which replicas share long samples (--dynapipe-context-teams)", 1),
     Refusal("mtp_num_layers", "its loss is averaged over micro-batches"),
     Refusal(
         "tp_comm_overlap",

@@ -82,7 +82,7 @@ def count_flops(item: PlannedIteration, device: torch.device) -> bool:
         sequence_positions(tokens)
         for batch in item.entry.micro_batches
         for place, tokens in enumerate(batch.input_lengths)
-        if not batch.pieces or batch.pieces[place].start == 0  # else it is counted with its first piece
+        if not (batch.share[1] or (batch.pieces and batch.pieces[place].start))  # else another has counted it
     ]
     ends = torch.tensor([0, *lengths] if lengths else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     # Megatron copies it to the device: from memory that is not pinned, that waits for the device's work.

@@ -128,7 +128,7 @@ def attend_by_sample(
     )
     attended = []
     for group in groups:
-        if group.apart is not None:
+        if group.apart is not None and key.size(0) == query.size(0):  # else earlier keys are among the row's
             assert isinstance(row, PackedRow) and kept is not None, "a piece of a planned row"
             places = slice(start := row.starts()[group.apart], start + group.queries)
             piece = query[places], key[places], value[places]
@@ -141,7 +141,7 @@ def attend_by_sample(
         if group.keys == 0:
             attended.append(query.new_zeros(group.count * group.queries, *query.shape[1:]))
             continue
-        mask = _mask(group, bias, query, causal=causal)
+        mask = _mask(group, bias, query, row, causal=causal)
         of_queries = _picked(query, group.query_places, group.count)
         of_keys, of_values = (_picked(tensor, group.key_places, group.count) for tensor in (key, value))
         attended.append(attend(of_queries, of_keys, of_values, mask).flatten(0, 1))
@@ -254,8 +254,13 @@ def _picked(tensor: Tensor, places: Tensor, count: int) -> Tensor:
     return tensor.index_select(0, places).view(count, -1, *tensor.shape[1:])
 
 
-def _mask(group: SegmentGroup, bias: Tensor | None, query: Tensor, *, causal: bool) -> Tensor | None:
+def _mask(
+    group: SegmentGroup, bias: Tensor | None, query: Tensor, row: PackedSeqParams, *, causal: bool
+) -> Tensor | None:
     """The mask added to a group's scores, or the keys to look at; causal attention sees no padded key anyway."""
+    if group.apart is not None:
+        assert isinstance(row, PackedRow), "a share of a planned row"
+        return row.later_keys(group.apart, query)
     if bias is None:
         return None if causal else group.real_keys
     corner = bias[:, :, : group.queries, : group.keys].to(query.dtype)

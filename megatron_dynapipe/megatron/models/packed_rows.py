@@ -26,14 +26,18 @@ class PackedRow(AttentionRows):
 
     Attributes:
         lengths_q, lengths_kv: positions of every segment of queries and of keys; some may be 0. Keys of earlier pieces
-            are not among them, but counted by Megatron's own attributes.
+            are not among them, but counted by Megatron's own attributes; of shares all keys are.
         cuts: the segments that are pieces of samples.
+        ranks: members of the team that has the row in shares; 1 for a whole one.
+        key_places: of shares, int64[keys], where each key is among the keys of all members.
         kept: what attention makes of the row once for all layers.
     """
 
     lengths_q: tuple[int, ...] = ()
     lengths_kv: tuple[int, ...] = ()
     cuts: Mapping[int, CutSegment] = field(default_factory=dict)
+    ranks: int = 1
+    key_places: Tensor | None = None
     kept: dict[str, object] = field(default_factory=dict)
     _groups: tuple[Sequence[SegmentGroup], Tensor] | None = None
     _picked: Tensor | None = None
@@ -42,14 +46,20 @@ class PackedRow(AttentionRows):
     def segment_groups(self, device: torch.device) -> tuple[Sequence[SegmentGroup], Tensor]:
         """The row's segments in groups of like lengths, made once for all layers."""
         if self._groups is None:
-            apart = {segment for segment, cut in self.cuts.items() if cut.start}
+            apart = {segment for segment in range(len(self.lengths_q)) if self.before(segment)}
             self._groups = group_segments(self.lengths_q, self.lengths_kv, device, apart)
         return self._groups
 
+    def before(self, segment: int) -> int:
+        """Keys of earlier pieces or chunks, to which a segment attends in addition to its own; it is causal then."""
+        if self.ranks > 1:
+            return self.lengths_kv[segment] - self.lengths_q[segment]
+        return self.cuts[segment].start if segment in self.cuts else 0
+
     @property
     def has_prefix(self) -> bool:
-        """Whether a segment attends to keys of earlier pieces."""
-        return any(cut.start for cut in self.cuts.values())
+        """Whether a segment attends to keys before its own."""
+        return self.ranks > 1 or any(cut.start for cut in self.cuts.values())
 
     def starts(self) -> list[int]:
         """The places at which the segments begin and the last one ends."""
@@ -64,7 +74,7 @@ class PackedRow(AttentionRows):
         if segment in self._masks:
             return self._masks[segment]
         queries = self.lengths_q[segment]
-        before = self.cuts[segment].start
+        before = self.before(segment)
         hidden = torch.full((queries, before + queries), -math.inf, dtype=like.dtype, device=like.device)
         mask = hidden.triu_(before + 1)[None, None]
         if like.is_cuda:
@@ -77,7 +87,7 @@ class PackedRow(AttentionRows):
         There are as many as positions where they have been picked before, or there is one sample alone.
         """
         assert self.positions is not None, "a row of queries has positions"
-        if self.cuts:  # their rotations may be more than there are positions, and as many by chance
+        if self.cuts or self.ranks > 1:  # their rotations may be more than there are positions, and as many by chance
             if rotations is not self._picked:
                 self._picked = rotations[self.positions[0]]
             return self._picked
@@ -94,6 +104,7 @@ class DeviceSegments:
     offsets: Tensor
     positions: Tensor
     key_offsets: Tensor | None = None
+    key_places: Tensor | None = None
 
     @classmethod
     def of(
@@ -129,6 +140,8 @@ def attention_row(queries: DeviceSegments, keys: DeviceSegments, cross: PackedRo
     """
     lengths_q = queries.host.lengths
     lengths_kv = keys.host.lengths
+    if keys.host.ranks > 1 and keys.host.key_offsets is not None:
+        lengths_kv = tuple(keys.host.key_offsets.diff().tolist())
     offsets_q = queries.offsets
     offsets_kv = keys.offsets if keys.key_offsets is None else keys.key_offsets
     if lengths_q[-1] and not lengths_kv[-1]:
@@ -145,6 +158,8 @@ def attention_row(queries: DeviceSegments, keys: DeviceSegments, cross: PackedRo
         lengths_q=lengths_q,
         lengths_kv=lengths_kv,
         cuts=queries.host.cuts,
+        ranks=keys.host.ranks,
+        key_places=keys.key_places,
         positions=queries.positions,
         cross=cross,
     )

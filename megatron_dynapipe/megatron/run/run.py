@@ -23,8 +23,9 @@ from megatron.core.utils import get_model_config
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import Shape, input_positions, target_positions
 from megatron_dynapipe.data.iterator import PlannedIteration
+from megatron_dynapipe.megatron.equip.equipped import equip
 from megatron_dynapipe.megatron.execution.iterations import IterationRunner
-from megatron_dynapipe.megatron.execution.transport import open_runner
+from megatron_dynapipe.megatron.execution.transport import open_runner, team_groups
 from megatron_dynapipe.megatron.hooks.timers import add_times
 from megatron_dynapipe.megatron.models import eight_bits
 from megatron_dynapipe.megatron.run.host import Host
@@ -121,6 +122,10 @@ class Run:
             control, inputs.planner, device=host.device, dtype=host.dtype, timeout_s=self.timeout_s, adds_up=False
         )
         self._resources.callback(steps.close)
+        if inputs.planner.context_teams > 1:
+            equip(models).channel.teams = team_groups(
+                control, inputs.planner, device=host.device, timeout_s=self.timeout_s
+            )
         replica = parallel_state.get_data_parallel_rank()
         supply = self._supply = self._resources.enter_context(
             PlanSupply(host.sources, control, inputs, device=host.device, replica=replica, stage=steps.stage)

@@ -64,6 +64,7 @@ ALONE = (
     *("--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--tp-comm-overlap"),
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--dynapipe-slices"),
+    "--dynapipe-context-teams",
 )
 """More flags of a layout, which one process does without."""
 OTHERS = (

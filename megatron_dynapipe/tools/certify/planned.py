@@ -96,6 +96,7 @@ class _Probe:
             cut = {at for at, _ in cut_entries(micro_batch)}
             for at, sample in enumerate(micro_batch.sample_ids):
                 how: str = "in pieces" if at in cut else micro_batch.layout
+                how = f"{how}, a share of it" if micro_batch.share[0] > 1 else how
                 self.places[sample] = f"micro-batch {index} of replica {item.entry.replica}, {how}"
         self._index = {sample: index for index, sample in enumerate(self.places)}
         self._ids = list(self.places)

@@ -61,6 +61,7 @@ class Layout:
     scatter_gather: str = "off"
     transfers: str = "gloo"  # or "cuda": the rules that plans are made under
     rows: str = "padded"  # packed, mixed: every second micro-batch, or as planned
+    teams: tuple[tuple[int, ...], ...] = ()  # of replicas, by iteration
     slices: int | None = None  # most positions of a piece; None leaves samples whole
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
@@ -160,6 +161,8 @@ def named(row: str) -> Layout:
     for phrase in phrases:
         what, _, number = phrase.rpartition(" ")
         match what:
+            case "teams":
+                given["teams"] = tuple(tuple(map(int, teams.split("+"))) for teams in number.split("/"))
             case "layers":
                 split = tuple(float(each) if "." in each else int(each) for each in number.split("+"))
                 given |= {"split": split, "depth": int(sum(split))}

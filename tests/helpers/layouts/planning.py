@@ -1,5 +1,7 @@
 """The planner of a layout."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from megatron_dynapipe.choosing.planner import links_of
@@ -13,7 +15,7 @@ from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, 
 from megatron_dynapipe.ways import ways_of
 from megatron_dynapipe.ways.rules import RULES
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
-from tests.helpers.packed_plans import halved, relaid
+from tests.helpers.packed_plans import halved, relaid, teamed
 from tests.helpers.settings import settings_in_layers
 
 
@@ -23,10 +25,11 @@ class LayoutPlanner(Planner):
     modes: tuple[Recompute, ...] = (Recompute.NONE,)
     rows = "padded"
     divided = 0
-    of_busy: Planner | None = None
+    of_busy: Sequence[Planner] = ()  # by iteration
+    teams: Sequence[Sequence[int]] = ()
 
     def plan(self, batch: object, iteration: int, *, forward_only: bool = False) -> IterationPlan:
-        planned_by = super() if self.of_busy is None else self.of_busy
+        planned_by = self.of_busy[iteration % len(self.of_busy)] if self.of_busy else super()
         plan = planned_by.plan(batch, iteration, forward_only=forward_only)
         replicas = []
         for replica in plan.replicas:
@@ -42,16 +45,20 @@ class LayoutPlanner(Planner):
             replicas.append(msgspec.structs.replace(replica, micro_batches=micro_batches))
         stages = [StagePlan(stage=s, instructions=(), predicted=()) for s in range(plan.pipeline_stages)]
         empty = ReplicaPlan(micro_batches=(), stages=tuple(stages), predicted_ns=0)
-        idle = self.settings.data_parallel - len(replicas)
+        idle = 0 if self.teams else self.settings.data_parallel - len(replicas)
         plan = msgspec.structs.replace(plan, replicas=(*replicas, *[empty] * idle))
         ranks = self.settings.tensor_parallel if self.settings.sequence_parallel else 1
         if self.divided:
             plan = halved(plan, every=self.divided)
-        return plan if self.rows == "planned" else relaid(plan, self.rows, sequence_parallel=ranks)
+        plan = plan if self.rows == "planned" else relaid(plan, self.rows, sequence_parallel=ranks)
+        if self.teams:
+            plan = teamed(plan, self.teams[iteration % len(self.teams)], sequence_parallel=ranks)
+        return plan
 
 
 def planner(layout: Layout) -> LayoutPlanner:
     encoder, decoder = layout.layers
+    most = max((size for sizes in layout.teams for size in sizes), default=1)
     settings = settings_in_layers(
         layout.kind,
         encoder,
@@ -70,8 +77,9 @@ def planner(layout: Layout) -> LayoutPlanner:
         schedule=ScheduleSettings(search_evaluations=0),
         scatter_gather=ScatterGather(layout.scatter_gather),
         transfers=CUDA_RULES if layout.transfers == "cuda" else GLOO_RULES,
-        micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" else (BatchLayout.PADDED,),
+        micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" or layout.teams else (BatchLayout.PADDED,),
         slices=layout.slices or "off",
+        context_teams=most,
     )
     sizes = {"hidden": layout.hidden, "kv_channels": layout.hidden // HEADS, "ffn": 4 * layout.hidden}
     shape = ModelShape(family=layout.kind, heads=HEADS, vocabulary=VOCABULARY, **sizes)
@@ -88,6 +96,10 @@ def planner(layout: Layout) -> LayoutPlanner:
     )
     made.modes, made.rows = tuple(map(Recompute, layout.recompute)), layout.rows
     made.divided = layout.divided
-    if layout.idle:
-        made.of_busy = planner_of(msgspec.structs.replace(settings, data_parallel=layout.replicas - layout.idle), costs)
+    made.teams = layout.teams
+    busy = [layout.replicas - layout.idle] if layout.idle else [len(sizes) for sizes in layout.teams]
+    alone = settings
+    if layout.teams:
+        alone = msgspec.structs.replace(settings, context_teams=1, micro_batch_layouts=(BatchLayout.PADDED,))
+    made.of_busy = [planner_of(msgspec.structs.replace(alone, data_parallel=replicas), costs) for replicas in busy]
     return made

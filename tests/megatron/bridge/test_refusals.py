@@ -92,7 +92,11 @@ def test_a_recipe_that_asks_for_none_of_it_passes() -> None:
         ({"mixed_precision": "bf16_with_nvfp4_mixed", "model__fp4": "e2m1"}, "quantise the weights", "fp4 = None"),
         ({"model__cuda_graph_impl": "local"}, "captured for one shape", "config.model.cuda_graph_impl = 'none'"),
         ({"model__enable_cuda_graph": True}, "captured for one shape", "config.model.enable_cuda_graph = False"),
-        ({"model__context_parallel_size": 2}, "not divided over ranks", "config.model.context_parallel_size = 1"),
+        (
+            {"model__context_parallel_size": 2},
+            "which replicas share long samples",
+            "config.model.context_parallel_size = 1",
+        ),
         ({"model__mtp_num_layers": 1}, "averaged over micro-batches", "config.model.mtp_num_layers = None"),
         ({"dist__use_decentralized_pg": True}, "global process groups", "config.dist.use_decentralized_pg = False"),
         ({"ddp__use_megatron_fsdp": True}, "FSDP has another", "config.ddp.use_megatron_fsdp = False"),

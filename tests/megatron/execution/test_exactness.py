@@ -129,6 +129,17 @@ PATTERNS = (
     "gpt 1x2x1, pattern *-*, layers 1+2, losses of targets, slices of 16, full",
     "gpt 1x2x1, pattern *-*-, layers 4+0, losses of targets, packed",
 )
+TEAMS = (
+    "gpt 1x1x2, teams 2, recompute mixed *",
+    "gpt 1x1x4, teams 4, rows mixed, rotary positions, overlapped, distributed optimizer",
+    "gpt 1x1x4, teams 2+1+1/4/1+1+2, Megatron's attention, overlapped, distributed optimizer *",
+    "gpt 1x2x2, teams 2, packed, rotary positions, every second divided, recompute mixed",
+    "gpt 2x2x2, teams 2, two chunks, sequence parallel, rotary positions, untied, recompute mixed, rows mixed",
+    "gpt 1x1x8, teams 8/4+2+1+1, full",
+    "gpt 1x2x4, teams 2+2/4, losses of targets, overlapped, divided *",
+    "gpt 1x1x4, teams 2+1+1, losses of targets, packed, distributed optimizer",
+    "gpt 1x2x2, teams 2, pattern *-*--*, layers 3+3, rows mixed",
+)
 HALF = (
     "gpt 1x2x1, divided, fp16",
     "gpt 1x2x1, every second divided, bf16",
@@ -150,7 +161,7 @@ HALF = (
 
 
 @pytest.mark.parametrize(
-    "layout", table(LAYOUTS + PACKED + SLICED + DIVIDED + HALVED + INTERLEAVED + TARGETS + PATTERNS)
+    "layout", table(LAYOUTS + PACKED + SLICED + DIVIDED + HALVED + INTERLEAVED + TARGETS + PATTERNS + TEAMS)
 )
 def test_a_layout_trains_as_one_process_with_samples_one_by_one(layout):
     expected = reference(layout.model)

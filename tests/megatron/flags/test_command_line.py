@@ -26,7 +26,7 @@ from tests.helpers.processes import run_ranks
 
 OURS = """
 --dynapipe-activation --dynapipe-allow-other-data --dynapipe-attention --dynapipe-calibrate --dynapipe-cluster
---dynapipe-config --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device
+--dynapipe-config --dynapipe-context-teams --dynapipe-correct --dynapipe-cost-model --dynapipe-data --dynapipe-device
 --dynapipe-device-memory-limit --dynapipe-elastic --dynapipe-expert-imbalance
 --dynapipe-last-batch --dynapipe-layers-per-stage --dynapipe-layout --dynapipe-limit-rc-type --dynapipe-long-samples
 --dynapipe-lookahead --dynapipe-loss --dynapipe-planner-cores --dynapipe-report-dir
@@ -149,6 +149,8 @@ REFUSED = {
     f"{EXPERTS} --expert-model-parallel-size 3": "it does not divide the 4 experts",
     f"{EXPERTS} --expert-model-parallel-size 2": "expert × expert tensor × pipeline parallel sizes divide (2)",
     f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --dynapipe-slices 64": "seq_aux_loss is of whole samples",
+    "--dynapipe-context-teams 2": "in teams of 2: expected 2, 4, 8 … of 1 replicas",
+    "--dynapipe-context-teams 2 --attention-dropout 0.1": "members of a team would drop other weights of attention",
     "--dynapipe-schedule 1f1b --dynapipe-slices 64": "--dynapipe-schedule 1f1b does not keep the order of pieces",
     "--dynapipe-schedule 1f1b --dynapipe-split-backward on": "--dynapipe-schedule 1f1b divides none",
     f"{EXPERTS} --moe-grouped-gemm": "and these are Transformer Engine's kernels",

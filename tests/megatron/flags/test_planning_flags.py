@@ -16,6 +16,7 @@ TAKEN = [
     ("layout", "layout", "packed", "layout", "packed"),
     ("slices", "slices", "64", "slices", 64),
     ("slices", "slices", "off", "slices", "off"),
+    ("context-teams", "context-teams", "4", "context_teams", 4),
     ("split-backward", "split-backward", "on", "split_backward", "on"),
     *(("schedule", "schedule", name, "schedule", name) for name in SCHEDULES),
     ("layers-per-stage", "layer-split", "3", "layers_per_stage", (3,)),
@@ -28,6 +29,7 @@ TAKEN = [
 REFUSED = [
     *(("layers-per-stage", text) for text in ("", "3,x", "3,0,1", "0", "0,0", "3;1", "automatic")),
     *(("slices", text) for text in ("7", "on", "-8", "8.5")),
+    *(("context-teams", text) for text in ("0", "-2", "2.5", "auto")),
     *(("limit-rc-type", text) for text in ("", "some", "none,none", "full;none")),
     *(("device-memory-limit", text) for text in ("0", "-1", "nan", "inf", "x")),
     *(("expert-imbalance", text) for text in ("0", "nan")),

@@ -7,8 +7,9 @@ import pytest
 from megatron_dynapipe.choosing.trial import unordered_because
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.instructions import Backward, Forward
+from megatron_dynapipe.core.native import PassOrder
 from megatron_dynapipe.core.orders import SCHEDULES, ScheduleSettings
-from megatron_dynapipe.core.problem import PassOrder, ScheduleProblem
+from megatron_dynapipe.core.problem import ScheduleProblem
 from megatron_dynapipe.megatron.flags.batch_layout import schedule
 
 

@@ -1,0 +1,256 @@
+"""Teams: what the verifier says where members differ, and what a plan's numbers count once."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynapipe.choosing.planners import planner_of, planner_over
+from megatron_dynapipe.cli.show import _text
+from megatron_dynapipe.core.costs import Quantity
+from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanError
+from megatron_dynapipe.core.native import fast_verify
+from megatron_dynapipe.core.network import Network
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.search import notice
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing.pieces import piece_costs
+from megatron_dynapipe.costing.shares import share_costs
+from megatron_dynapipe.sampling import GlobalBatch
+from megatron_dynapipe.store.codec import decode_plan, encode, encode_entries
+from megatron_dynapipe.ways.rules import verify
+from megatron_dynapipe.ways.teams import choices_of
+from tests.core.planner_cases import batch, cost_model, planner
+from tests.core.planner_cases import settings as planner_settings
+from tests.core.toy_executor import ToyPipeline
+from tests.helpers.examples import examples
+from tests.helpers.packed_plans import relaid, teamed
+
+GPT = ModelFamily.GPT
+replace = msgspec.structs.replace
+
+
+def made(sizes: tuple[int, ...], *, samples: int = 20, seed: int = 0, layout: str = "mixed") -> IterationPlan:
+    """A plan whose replicas are teams of these sizes."""
+    plan = planner(GPT, data_parallel=len(sizes)).plan(batch(GPT, samples, seed=seed), 3)
+    return teamed(relaid(plan, layout), sizes)
+
+
+def member(plan: IterationPlan, number: int, **changes: object) -> IterationPlan:
+    replicas = list(plan.replicas)
+    replicas[number] = replace(replicas[number], **changes)
+    return replace(plan, replicas=tuple(replicas))
+
+
+def test_a_team_counts_its_samples_once() -> None:
+    plan = made((2, 1, 1))
+    alone = relaid(planner(GPT, data_parallel=3).plan(batch(GPT, 20), 3), "mixed")
+    verify(plan, expected_samples=range(100, 120), fast_verify=fast_verify)
+    assert plan.teams == (2, 1, 1) and alone.teams == (1, 1, 1)
+    assert plan.totals.samples == 20 and plan.totals.real_tokens == alone.totals.real_tokens
+    assert plan.totals.padded_positions >= alone.totals.padded_positions - 8
+    first, second = (plan.replicas[number].micro_batches[0] for number in (0, 1))
+    assert (first.share, second.share) == ((2, 0), (2, 1))
+    assert first.begun_ids == first.sample_ids == second.sample_ids and not second.begun_ids
+    lengths = [tokens - 1 for tokens in first.input_lengths]
+    assert all(own % 2 == 0 and n <= 2 * own < n + 4 for own, n in zip(first.positions(GPT), lengths, strict=True))
+    assert decode_plan(encode(plan)) == plan
+    assert len(encode_entries(plan)) == 4 * plan.pipeline_stages
+
+
+def test_members_are_shown_as_one_replica() -> None:
+    plan = made((2, 1, 1))
+    assert "# iteration 3, replicas 0 to 1, one team: predicted" in _text(plan, 0)
+    assert _text(plan, 1).startswith("# iteration 3, replicas 0 to 1, one team")
+    assert "# iteration 3, replica 2: predicted" in _text(plan, 2)
+
+
+def _moved(plan: IterationPlan) -> IterationPlan:
+    first, *others = plan.replicas[1].micro_batches
+    return member(plan, 1, micro_batches=(replace(first, share=(2, 0)), *others))
+
+
+def _longer(plan: IterationPlan) -> IterationPlan:
+    first, *others = plan.replicas[1].micro_batches
+    return member(plan, 1, micro_batches=(*others, first))
+
+
+def _reordered(plan: IterationPlan) -> IterationPlan:
+    its = plan.replicas[1].stages
+    return member(plan, 1, stages=(its[0], replace(its[1], instructions=its[1].instructions[::-1])))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_moved, "replica 1, place 1 in a team of 2: expected its share in every micro-batch, got another in 0"),
+        (_longer, "replica 1, place 1 in a team of 2: expected the first member's micro-batches, got others at 0"),
+        (_reordered, "replica 1, place 1 in a team of 2: expected the first member's lists, got others on stages 1"),
+        (lambda plan: replace(plan, replicas=plan.replicas[2:] + plan.replicas[:1]), "a multiple of its size, got 2"),
+        (lambda plan: replace(plan, replicas=plan.replicas[:1]), "at a multiple of its size, got 2 of 1"),
+        (lambda plan: replace(plan, in_step=2), "in step"),
+    ],
+)
+def test_members_that_differ_are_refused(change: Callable[[IterationPlan], IterationPlan], message: str) -> None:
+    plan = made((2, 1, 1))
+    verify(plan)
+    with pytest.raises(PlanError, match=message):
+        verify(change(plan))
+
+
+def test_a_micro_batch_of_pieces_has_no_shares() -> None:
+    whole = made((1,), layout="packed").replicas[0].micro_batches[0]
+    with pytest.raises(PlanError, match="among the ranks that share whole samples, got 2 of 2"):
+        replace(whole, share=(2, 2))
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.sampled_from([(2,), (2, 2), (4,), (2, 1, 1), (1, 1, 2), (4, 2, 1, 1), (8,)]),
+    st.integers(8, 40),
+    st.integers(0, 10**6),
+    st.sampled_from(["padded", "packed", "mixed"]),
+)
+def test_plans_of_teams_pass_both_verifiers_and_run(
+    sizes: tuple[int, ...], samples: int, seed: int, layout: str
+) -> None:
+    plan = made(sizes, samples=samples, seed=seed, layout=layout)
+    verify(plan, expected_samples=range(100, 100 + samples))
+    verify(plan, expected_samples=range(100, 100 + samples), fast_verify=fast_verify)
+    for replica in plan.replicas:
+        lists = [stage.instructions for stage in replica.stages]
+        ToyPipeline(lists, micro_batches=len(replica.micro_batches), seed=seed).run()
+
+
+def of_lengths(lengths: list[int], *, labels: list[int] | None = None) -> GlobalBatch:
+    return GlobalBatch.of_lengths(np.array(lengths) + 1, labels=labels)
+
+
+def planner_with_teams(most: int, **changes: object) -> Planner:
+    given = {"data_parallel": 4, "pipeline_parallel": 1, "slices": "auto", "micro_batch_layouts": tuple(BatchLayout)}
+    run = planner_settings(GPT, **given | {"memory_limit_bytes": 64 * 10**9, "context_teams": most} | changes)
+    return planner_of(run, cost_model(GPT, max_length=16384))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_long_sample_goes_to_a_team(stages: int, labels: bool) -> None:
+    lengths = [9000, 500, 400, *[100] * 30]
+    batch = of_lengths(lengths, labels=[n // 3 for n in lengths] if labels else None)
+    alone, shared = (planner_with_teams(most, pipeline_parallel=stages).plan(batch, 0) for most in (1, 4))
+    assert alone.teams == (1,) * 4 and max(shared.teams) > 1
+    assert shared.totals.predicted_ns < 0.7 * alone.totals.predicted_ns
+    assert shared.totals.samples == len(lengths) and shared.totals.real_tokens == alone.totals.real_tokens
+    verify(shared, expected_samples=range(len(lengths)), fast_verify=fast_verify)
+    first = [mb for mb in shared.replicas[0].micro_batches if 0 in mb.sample_ids]
+    assert [mb.input_lengths[mb.sample_ids.index(0)] for mb in first] == [9001]
+    if labels:
+        assert [mb.labels[mb.sample_ids.index(0)] for mb in first] == [3000]
+
+
+def test_batches_without_long_samples_are_planned_as_without_teams() -> None:
+    batch = of_lengths([100] * 50)
+    alone, shared = (planner_with_teams(most).plan(batch, 0) for most in (1, 4))
+    assert shared.replicas == alone.replicas
+
+
+def test_costs_that_know_no_keys_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    notice.cache_clear()
+    known = planner_with_teams(4)
+    tables = [dataclasses.replace(under_mode, key_value_channels=0) for under_mode in known.tables]
+    made = planner_over(known.settings, tables, costs_digest="keyless")
+    assert made.plan(of_lengths([9000, 100, 100, 100]), 0).teams == (1,) * 4
+    assert "no teams of replicas: the cost model does not say how wide keys are" in caplog.text
+
+
+def test_samples_that_fit_on_no_replica_fit_on_a_team() -> None:
+    lengths = [9000, 100, 100, 100, 100, 100]
+    given = {"memory_limit_bytes": 8 * 10**9, "slices": "off", "recompute": (Recompute.NONE,)}
+    with pytest.raises(InfeasibleError):
+        planner_with_teams(1, **given).plan(of_lengths(lengths), 0)
+    assert planner_with_teams(4, **given).plan(of_lengths(lengths), 0).teams[0] == 4
+
+
+@settings(max_examples=examples(25))
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=25), st.lists(st.integers(2000, 9000), max_size=3))
+def test_plans_with_teams_lose_no_sample_and_are_no_slower(short: list[int], long: list[int]) -> None:
+    batch = of_lengths([*long, *short])
+    alone, shared = (planner_with_teams(most).plan(batch, 0) for most in (1, 4))
+    verify(shared, expected_samples=range(len(batch)))
+    assert shared.totals.predicted_ns <= 1.001 * alone.totals.predicted_ns
+    for replica in shared.replicas:
+        lists = [stage.instructions for stage in replica.stages]
+        ToyPipeline(lists, micro_batches=len(replica.micro_batches)).run()
+
+
+def work(*samples: tuple[int, ...]) -> np.ndarray:
+    return np.array(samples, np.int64)
+
+
+def test_teams_are_chosen_by_work() -> None:
+    """Of four replicas: alone the sample of 100 takes 100; on a team of two 50, and what is left takes 20."""
+    alone = work((100,), (20,), (20,))
+    of_two, of_four = alone // 2, alone // 4
+    by_work = {1: alone, 2: of_two, 4: of_four}
+    assert choices_of(by_work, np.arange(3), 4)[0] == (4, 1, 3)
+    assert choices_of({1: alone, 2: of_two}, np.arange(3), 4)[0] == (2, 1, 1)
+    assert choices_of({1: work((20,), (20,)), 2: work((10,), (10,))}, np.arange(2), 2) == []
+    with_nowhere_else = {1: work((0,), (20,)), 2: work((50,), (10,))}
+    assert choices_of(with_nowhere_else, np.arange(2), 2) == [(2, 1, 2)]
+    assert choices_of({1: work((0,), (20,)), 2: work((0,), (10,))}, np.arange(2), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_teams": 3}, "in teams of 3: expected 2, 4, 8 … of 4 replicas"),
+        ({"context_teams": 8}, "expected 2, 4, 8 … of 4 replicas"),
+        ({"context_teams": 4, "tensor_parallel": 4}, "teams of 4 × 4 devices do not fill nodes of 8"),
+        ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "shares run in packed rows"),
+        ({"replicas_in_step": 2}, "experts count the tokens of whole samples"),
+        ({"schedule": ScheduleSettings(method="1f1b")}, "the adaptive schedule alone"),
+    ],
+)
+def test_runs_that_can_have_no_teams_are_refused(changes: dict[str, Any], message: str) -> None:
+    given = {"data_parallel": 4, "context_teams": 2, "micro_batch_layouts": tuple(BatchLayout)}
+    with pytest.raises(ConfigError, match=message):
+        planner_settings(GPT, **given | changes)
+
+
+def test_a_t5_has_no_teams() -> None:
+    with pytest.raises(ConfigError, match="every position of a T5's encoder attends to all of them"):
+        planner_settings(ModelFamily.T5, data_parallel=2, context_teams=2, micro_batch_layouts=tuple(BatchLayout))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_share_costs_what_two_pieces_of_its_chunks_do(ranks: int) -> None:
+    """Of attention's pairs; beside them gathers, which the link's rate alone decides."""
+    tables = cost_model(GPT, max_length=16384).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    chunk, none = np.array([500]), np.zeros(1, np.int64)
+    fast, slow = (Network(intra_node_gbps=rate) for rate in (1e12, 8.0))
+    price = partial(share_costs, tables, chunk=chunk, ranks=ranks, element_bytes=2)
+    share = price(Recompute.NONE, network=fast)[0, 0]
+    tiled = np.zeros(len(Quantity))
+    for place in range(ranks):
+        for before in (place, 2 * ranks - 1 - place):
+            tiled += piece_costs(
+                tables, Recompute.NONE, positions=chunk, before=before * chunk, later=none, element_bytes=2
+            )[0, 0]
+    # A row of two chunks counts as one sample already: the second chunk's pairs with the first are not of the prefix.
+    own = piece_costs(tables, Recompute.NONE, positions=chunk, before=chunk, later=none, element_bytes=2)[0, 0]
+    for quantity in (Quantity.FORWARD, Quantity.BACKWARD):
+        assert share[quantity] * ranks == pytest.approx(tiled[quantity] - ranks * own[quantity], rel=1e-3)
+    gathered = price(Recompute.NONE, network=slow)[0, 0] - share
+    of_member = 2 * tables.key_value_channels * 1000 * 2
+    assert gathered[Quantity.FORWARD] == pytest.approx((ranks - 1) * of_member, rel=1e-6)  # a byte takes a nanosecond
+    assert gathered[Quantity.BACKWARD] == pytest.approx(2 * (ranks - 1) * of_member, rel=1e-6)
+    again = price(Recompute.FULL, network=slow)[0, 0] - price(Recompute.FULL, network=fast)[0, 0]
+    assert again[Quantity.BACKWARD] == pytest.approx(3 * (ranks - 1) * of_member, rel=1e-6)
