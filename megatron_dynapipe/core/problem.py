@@ -218,11 +218,9 @@ class BatchProblem:
         rows = np.zeros((_COSTS, len(members), self.layout.virtual_stages), np.int64)
         covered = np.zeros(len(members), np.bool_)
         if not packed.all():
-            shapes = [self.shape(samples) for samples, is_row in zip(members, packed, strict=True) if not is_row]
-            labels = None
-            if self.labels is not None:
-                rows_of = zip(members, packed, strict=True)
-                labels = np.array([self.labels[samples].sum() for samples, is_row in rows_of if not is_row], np.int64)
+            padded = [samples for samples, is_row in zip(members, packed, strict=True) if not is_row]
+            shapes = [self.shape(samples) for samples in padded]
+            labels = None if self.labels is None else np.array([self.labels[each].sum() for each in padded], np.int64)
             rows[:, ~packed], covered[~packed] = self._padded_costs(shapes, modes[~packed], labels)
         if packed.any():
             chosen = [samples for samples, is_row in zip(members, packed, strict=True) if is_row]
