@@ -51,7 +51,7 @@ def disturbed(*, rank: int, world_size: int, argv: list[str], folder: str, seed:
 
 def kill_until_the_end(folder: Path, draw: random.Random, done: threading.Semaphore) -> None:
     """Kill a process of a random kind some iterations and some time after the last, until it is a rank; note it."""
-    iterations = draw.randint(1, 4)  # so that the job gets ahead
+    iterations = draw.randint(2, 6)  # so that the job gets ahead
     while True:
         for _ in range(iterations):
             done.acquire()
