@@ -64,8 +64,7 @@ def test_the_package_has_no_forbidden_turn() -> None:
 
 
 def test_docstrings_and_comments_are_read() -> None:
-    docstring = '    """A b.\n\n    Args:\n        b: those of a plan.\n    """\n'
-    code = f'def f():\n{docstring}    # beside it\n    say("of which")\n'
+    code = 'def f():\n    """A b.\n\n    Args:\n        b: those of c.\n    """\n    # beside it\n    say("of which")\n'
     assert {line for line, text in texts_of(code) if [*SCRIPT["turns_of"](text)]} == {2, 7, 8}
 
 

@@ -63,7 +63,7 @@ def check_required(words: Sequence[str], family: ModelFamily) -> None:
 
 
 def _lacking(given: set[str], words: Sequence[str], family: ModelFamily) -> Iterator[Sequence[str]]:
-    """The sets of flags that lack one, with what may take their place."""
+    """The sets of flags from which none is given, with what may take their place."""
     groups = _RUN if _FROM_CHECKPOINT in given else (*_RUN, *_MODEL, *_OF_FAMILY[family])
     yield from (flags for flags in groups if not given.intersection(flags))
     if "--save" in given and "--save-interval" not in given:

@@ -30,11 +30,11 @@ KINDS = (*CHILDREN, "rank")
 
 def disturbed(*, rank: int, world_size: int, argv: list[str], folder: str, seed: int) -> None:
     """Train on one rank, every loss in a file at once; a thread of rank 0 kills."""
-    place, began = Path(folder), threading.Event()
+    place, done = Path(folder), threading.Semaphore(0)
     (place / f"pid-{rank}").write_text(str(os.getpid()))
 
     def after(_: int) -> None:
-        began.set()
+        done.release()
         if losses:
             iteration, loss = list(losses.items())[-1]
             with (place / "losses").open("a") as file:
@@ -43,18 +43,21 @@ def disturbed(*, rank: int, world_size: int, argv: list[str], folder: str, seed:
     recorded, losses = entry_scripts.record_losses, dict[str, float]()
     entry_scripts.record_losses = lambda _, norms: recorded(after, norms, losses)
     if rank == 0 and seed >= 0:
-        threading.Thread(target=kill_until_the_end, args=(place, random.Random(seed), began), daemon=True).start()
+        threading.Thread(target=kill_until_the_end, args=(place, random.Random(seed), done), daemon=True).start()
     given = {"script": script_of("gpt"), "argv": argv, "kill": None, "pictures": False}
     ran = run_entry(rank=rank, world_size=world_size, **given)
     assert ran["status"] == 0, ran["stderr"]
 
 
-def kill_until_the_end(folder: Path, draw: random.Random, began: threading.Event) -> None:
-    """Kill a process of a random kind after a random time, until it is a rank; note what it was."""
-    began.wait()
-    ranks = [psutil.Process(int((folder / f"pid-{rank}").read_text())) for rank in range(RANKS)]
+def kill_until_the_end(folder: Path, draw: random.Random, done: threading.Semaphore) -> None:
+    """Kill a process of a random kind some iterations and some time after the last, until it is a rank; note it."""
+    iterations = draw.randint(2, 6)  # so that the job gets ahead
     while True:
-        time.sleep(draw.uniform(0, 1.5))
+        for _ in range(iterations):
+            done.acquire()
+        time.sleep(draw.uniform(0, 1))
+        iterations = draw.randint(0, 2)
+        ranks = [psutil.Process(int((folder / f"pid-{rank}").read_text())) for rank in range(RANKS)]
         found = {"rank": ranks}
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):  # it has ended meanwhile
