@@ -25,6 +25,16 @@ struct Links {
     void check(size_t virtual_stages) const;
 };
 
+// The rows of another batch's plan, of all replicas, in the order in which they enter the pipeline.
+struct Precedent {
+    struct Row {
+        int64_t replica, inputs, targets;  // positions
+        std::vector<uint8_t> modes;        // [virtual stages]
+    };
+    int64_t over_estimate;  // the plan's time over what its batch was estimated to take, in millionths
+    std::vector<Row> rows;  // none where other batches cannot follow it
+};
+
 enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
 
 struct Problem {
@@ -41,7 +51,8 @@ struct Problem {
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
     int64_t replicas;
     Division division;
-    int64_t enough;                             // ns: a plan that takes no longer ends the search
+    int64_t enough;  // ns: a plan that takes no longer ends the search
+    std::vector<Precedent> precedents = {};
     static constexpr int64_t row_multiple = 8;  // positions of packed rows are rounded up to it
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t>

@@ -70,6 +70,8 @@ public:
         return std::move(found_);
     }
 
+    std::vector<std::pair<int64_t, int64_t>> estimates();
+
 private:
     // Rows of about `size` positions: as many as long samples need, and for the rest.
     int64_t rows_of(const std::vector<int32_t>& samples, int64_t size) const {
@@ -105,6 +107,7 @@ private:
     const Problem& problem_;
     CostCache& costs_;
     BatchMaker& maker_;
+    int64_t smallest_ = 0;
     std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
     std::vector<LengthClass> classes_;
     std::vector<int32_t> class_of_;           // [samples]
@@ -175,21 +178,27 @@ int64_t Starts::estimate(int64_t size, int64_t rows) {
     return most / problem_.replicas + sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
 }
 
-// The sizes of rows that promise the most: large enough for the kernels, small enough for the pipeline.
-std::vector<int64_t> Starts::row_sizes() {
+// (estimate, size) of rows, those that promise the most first: large enough for the kernels, small enough for the
+// pipeline.
+std::vector<std::pair<int64_t, int64_t>> Starts::estimates() {
     std::vector<int32_t> every(positions_.size());
     std::iota(every.begin(), every.end(), 0);
     const int64_t total = std::accumulate(positions_.begin(), positions_.end(), int64_t{0});
     std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
     int64_t power = kSmallestRow;
     while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
-    const int64_t smallest = power;
+    smallest_ = power;
     for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
         const int64_t rows = rows_of(every, power) / problem_.replicas;
         if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
     }
-    if (estimated.empty()) return {smallest};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::sort(estimated.begin(), estimated.end());
+    return estimated;
+}
+
+std::vector<int64_t> Starts::row_sizes() {
+    const std::vector<std::pair<int64_t, int64_t>> estimated = estimates();
+    if (estimated.empty()) return {smallest_};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i) {
         const int64_t size = estimated[i].second;
@@ -395,6 +404,11 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
 
 PackedStarts packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker) {
     return Starts(problem, costs, maker).all();
+}
+
+int64_t estimated_ns(const Problem& problem, CostCache& costs, BatchMaker& maker) {
+    const auto estimates = Starts(problem, costs, maker).estimates();
+    return estimates.empty() ? kUnreachable : estimates[0].first;
 }
 
 }  // namespace dynapipe

@@ -4,11 +4,13 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
   ── lower ──► IterationPlan ── verify ──► the same, verified
 """
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,24 +78,20 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        identity = msgspec.json.encode([settings, costs_digest])
-        self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
+        self.digest = _digest(settings, costs_digest)
 
     def under(self, rules: TransferRules) -> "Planner":
         """A planner under these rules of transfers; this one where its settings have rules of their own."""
         if not self.settings.transfers.are_plain or rules == self.settings.transfers:
             return self
-        settings = msgspec.structs.replace(self.settings, transfers=rules)
-        return Planner(
-            settings,
-            tables=self.tables,
-            links=self.links,
-            model_state_bytes=self.model_state_bytes,
-            ways=self.ways,
-            rules=self.rules,
-            costs_digest=self.costs_digest,
-            enough_ns=self._enough_ns,
-        )
+        return self.changed(transfers=rules)
+
+    def changed(self, **changes: Any) -> "Planner":
+        """A planner of other settings that leave costs, ways and state as they are."""
+        other = copy.copy(self)
+        other.settings = msgspec.structs.replace(self.settings, **changes)
+        other.digest = _digest(other.settings, self.costs_digest)
+        return other
 
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
@@ -213,6 +211,7 @@ class Planner:
             transfers=s.transfers,
             split_backward="off" if forward_only else s.effective_split_backward,
             corrections=s.corrections,
+            precedents=s.precedents if s.searches and not forward_only else (),
         )
 
     def in_flight_options(self) -> IntArray:
@@ -224,6 +223,10 @@ class Planner:
     def fits_alone(self, samples: Samples) -> BoolArray:
         """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
         return fits_alone(self.problem(samples))
+
+
+def _digest(settings: PlannerSettings, costs_digest: str) -> str:
+    return hashlib.blake2b(msgspec.json.encode([settings, costs_digest]), digest_size=16).hexdigest()
 
 
 def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch) -> tuple[ReplicaPlan, ...]:

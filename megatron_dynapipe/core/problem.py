@@ -125,7 +125,7 @@ class BatchProblem:
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
         enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
-        corrections: as in `PlannerSettings`.
+        corrections, precedents: as in `PlannerSettings`.
     """
 
     inputs: IntArray
@@ -153,6 +153,7 @@ class BatchProblem:
     every_quantity: bool = False
     enough_ns: int = 0
     corrections: tuple[tuple[int, int, int], ...] = ()
+    precedents: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -161,7 +162,7 @@ class BatchProblem:
         Raises:
             PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
         """
-        layout = self.layout
+        layout, width = self.layout, 3 + self.layout.virtual_stages
         kinds = self.modes[0].kinds if self.modes else ()
         modules = np.array([kinds.index(kind) for kind in layout.modules], np.int64)
         labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
@@ -201,6 +202,7 @@ class BatchProblem:
                 extras=_NONE if self.piece_costs is None else _with(self.piece_costs, doubled, 2).ravel(),
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
+                precedents=[(over, np.array(rows, np.int64).reshape(-1, width)) for over, rows in self.precedents],
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error

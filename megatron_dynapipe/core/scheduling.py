@@ -64,11 +64,11 @@ def schedule_batch(
     if may_reorder and BatchLayout.PACKED in problem.batch_layouts:
         return _rescheduled(problem, partitioned, chosen)
     if searchable and chosen.method == "adaptive":
-        searched = _searched(problem, partitioned, chosen)
-        if searched is not None:
+        found = searched(problem, partitioned, chosen)
+        if found is not None:
             if problem.split_backward == "on":
-                return searched
-            candidates.append(searched)
+                return found
+            candidates.append(found)
             # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
             chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
@@ -86,9 +86,12 @@ def schedule_batch(
     return min(candidates, key=lambda scheduled: scheduled.makespan_ns, default=None)
 
 
-def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
-    """The best solution of the search, or None where it finds none within the memory."""
-    solution = search(problem, partitioned, evaluations=chosen.search_evaluations, seed=chosen.seed)
+def searched(
+    problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings, *, following: bool = False
+) -> ScheduledBatch | None:
+    """The best solution of the search, or None where it finds none within the memory; as `search.search`."""
+    evaluations, seed = chosen.search_evaluations, chosen.seed
+    solution = search(problem, partitioned, evaluations=evaluations, seed=seed, following=following)
     if not solution:
         return None
     members = [micro_batch for replica in solution for micro_batch in replica.members]
@@ -117,14 +120,14 @@ def _rescheduled(
     problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings
 ) -> ScheduledBatch | None:
     """The search's micro-batches, their passes ordered by another method; None where that does not fit the memory."""
-    searched = _searched(problem, partitioned, chosen)
-    if searched is None:
+    found = searched(problem, partitioned, chosen)
+    if found is None:
         return None
     try:
-        schedules = [schedule(searched.costs.take(rows), chosen) for rows in searched.replicas]
+        schedules = [schedule(found.costs.take(rows), chosen) for rows in found.replicas]
     except InfeasibleError:
         return None
-    return replace(searched, schedules=schedules)
+    return replace(found, schedules=schedules)
 
 
 def _scheduled(

@@ -107,7 +107,7 @@ def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | Non
 
 
 def search(
-    problem: BatchProblem, partitioned: OrderedPartitions, *, evaluations: int | None, seed: int
+    problem: BatchProblem, partitioned: OrderedPartitions, *, evaluations: int | None, seed: int, following: bool = False
 ) -> list[ReplicaSolution]:
     """The best solution found from the given partitions, per replica; an empty list where none fits the memory.
 
@@ -117,6 +117,7 @@ def search(
         evaluations: schedules to try besides those it begins with; None takes `default_evaluations`, and none on one
             stage of one replica.
         seed: of the mutations.
+        following: begin with the precedents alone, with few evaluations; nothing where that leads to no plan as good.
 
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
@@ -135,7 +136,7 @@ def search(
     partitions = [(partition.sizes, partition.modes) for partition in enough]
     try:
         replicas = problem.native.search(
-            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed
+            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed, following=following
         )
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error

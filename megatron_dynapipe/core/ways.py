@@ -18,7 +18,7 @@ from megatron_dynapipe.core.native import FEW_ROWS
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import OrderedPartitions
 from megatron_dynapipe.core.problem import BatchProblem
-from megatron_dynapipe.core.scheduling import ScheduledBatch, schedule_batch
+from megatron_dynapipe.core.scheduling import ScheduledBatch, schedule_batch, searched
 from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
@@ -109,12 +109,16 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
     Two are searched: the default, and the other one that is ahead where searches start, if there is one. The default
-    is left out if the other's schedule is as fast as any can be.
+    is left out if the other's schedule is as fast as any can be, the other if the default follows a precedent.
 
     Raises:
         StallError: every order of one that is searched stalls.
     """
     default = next((candidate for candidate in candidates if candidate.is_default), None)
+    if default is not None and default.problem.precedents:
+        following = searched(default.problem, default.partitioned, chosen, following=True)
+        if following is not None:
+            return default, following
     ahead = default if len(candidates) == 1 and default is not None else _ahead(candidates)
     found: tuple[Candidate, ScheduledBatch] | None = None
     for candidate in dict.fromkeys((ahead, default)):
