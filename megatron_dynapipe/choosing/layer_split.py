@@ -19,7 +19,7 @@ from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.choosing.planners import planner_over, tables_of
 from megatron_dynapipe.choosing.precedents import precedent_of
 from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
-from megatron_dynapipe.core.batch import GlobalBatch, Samples
+from megatron_dynapipe.core.batch import GlobalBatch, Samples, fits_alone
 from megatron_dynapipe.core.costs import ABSENT, Quantity
 from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError, PlanningError
 from megatron_dynapipe.core.model import LayerSplit, ModuleSplit
@@ -59,8 +59,8 @@ MORE_CHUNKS = (2, 4)
 """Virtual stages of a rank to choose among, beside one."""
 
 EASY = 1.1
-"""Plans under other splits follow the first one's of as many virtual stages (`choosing.precedents`), and may take so many
-times as long over what they are estimated to: splits are compared, and the one that is chosen is planned anew."""
+"""Plans under other splits follow those of the first one of as many virtual stages (`choosing.precedents`), and may
+come so many times as far above their estimates: they only tell splits apart."""
 
 LEAST_GAIN = 0.01
 """More chunks send more messages, so they must be faster by this share."""
@@ -315,7 +315,7 @@ class _Trials:
         planner = self._planner(split)
         if planner is None:
             return np.zeros(len(self._lengths), np.bool_)
-        return planner.fits_alone(Samples.of(self._lengths, self._model.family))
+        return fits_alone(planner.problem(Samples.of(self._lengths, self._model.family)))
 
     def _feasible_batches(self) -> tuple[list[GlobalBatch], int]:
         """The batches without samples that need not fit, and how many those were."""

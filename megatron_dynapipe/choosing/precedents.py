@@ -1,4 +1,4 @@
-"""Plans of a run's first batches that its other plans follow: their rows, which hold other samples of the run as well."""
+"""Plans of a run's first batches, which its other plans follow: rows that hold other samples of the run as well."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def precedent_of(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> P
     numbered = [(number, row) for number, replica in enumerate(plan.replicas) for row in replica.micro_batches]
     modes = {mode: number for number, mode in enumerate(planner.settings.recompute)}
     rows = tuple(
-        (number, sum(row.input_lengths), sum(row.target_lengths), *(modes[mode] for mode in row.recompute))
+        (number, *row.shape[1:], *(modes[mode] for mode in row.recompute))
         for number, row in numbered
         if row.layout is BatchLayout.PACKED and not row.pieces
     )

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.core.batch import GlobalBatch, Samples, explain_infeasible, fits_alone
+from megatron_dynapipe.core.batch import GlobalBatch, Samples, explain_infeasible
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE, CostTables
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.core.lowering import PipelineTopology, lower
@@ -23,7 +23,7 @@ from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.native import fast_verify
 from megatron_dynapipe.core.network import Links, TransferRules
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
-from megatron_dynapipe.core.problem import BatchProblem, BoolArray, IntArray
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.scheduling import ScheduledBatch
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
@@ -78,19 +78,21 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        self.digest = _digest(settings, costs_digest)
+
+    @property
+    def digest(self) -> str:
+        """Of settings and costs."""
+        return hashlib.blake2b(msgspec.json.encode([self.settings, self.costs_digest]), digest_size=16).hexdigest()
 
     def under(self, rules: TransferRules) -> "Planner":
         """A planner under these rules of transfers; this one where its settings have rules of their own."""
-        if not self.settings.transfers.are_plain or rules == self.settings.transfers:
-            return self
-        return self.changed(transfers=rules)
+        is_given = not self.settings.transfers.are_plain or rules == self.settings.transfers
+        return self if is_given else self.changed(transfers=rules)
 
     def changed(self, **changes: Any) -> "Planner":
         """A planner of other settings that leave costs, ways and state as they are."""
         other = copy.copy(self)
         other.settings = msgspec.structs.replace(self.settings, **changes)
-        other.digest = _digest(other.settings, self.costs_digest)
         return other
 
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
@@ -158,8 +160,7 @@ class Planner:
                 planned = replace(problem, replicas=busy, enough_ns=enough)
                 candidates = [candidate for way in ways for candidate in way.candidates(samples, planned)]
             with timed(seconds, "schedule"):
-                found = best(candidates, self.settings.schedule)
-                if found is not None:
+                if (found := best(candidates, self.settings.schedule)) is not None:
                     candidate, scheduled = found
                     return candidate.spread(scheduled) if candidate.spread else (candidate.samples, scheduled)
             for candidate in candidates:
@@ -220,14 +221,6 @@ class Planner:
         most = sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)
         return np.asarray(np.minimum(full, np.array(most)[:, None]))
 
-    def fits_alone(self, samples: Samples) -> BoolArray:
-        """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
-        return fits_alone(self.problem(samples))
-
-
-def _digest(settings: PlannerSettings, costs_digest: str) -> str:
-    return hashlib.blake2b(msgspec.json.encode([settings, costs_digest]), digest_size=16).hexdigest()
-
 
 def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch) -> tuple[ReplicaPlan, ...]:
     """The plan of every replica; its messages are not verified yet. Replicas that got no sample come last.
@@ -253,15 +246,16 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
             receive_ahead=scheduled.costs.transfers.receive_ahead,
         )
         lists = lower(schedule.order, topology)
-        plan = ReplicaPlan(
-            micro_batches=tuple(_micro_batch(settings, samples, scheduled, int(row)) for row in rows),
-            stages=tuple(
-                StagePlan(stage=stage, instructions=instructions, predicted=schedule.timeline[stage])
-                for stage, instructions in enumerate(lists)
-            ),
-            predicted_ns=schedule.makespan_ns,
+        plans.append(
+            ReplicaPlan(
+                micro_batches=tuple(_micro_batch(settings, samples, scheduled, int(row)) for row in rows),
+                stages=tuple(
+                    StagePlan(stage=stage, instructions=instructions, predicted=schedule.timeline[stage])
+                    for stage, instructions in enumerate(lists)
+                ),
+                predicted_ns=schedule.makespan_ns,
+            )
         )
-        plans.append(plan)
     stages = tuple(StagePlan(stage=stage, instructions=(), predicted=()) for stage in range(layout.stages))
     idle = ReplicaPlan(micro_batches=(), stages=stages, predicted_ns=0)
     return (*plans, *[idle] * (settings.data_parallel - len(plans)))
@@ -287,7 +281,5 @@ def _micro_batch(settings: PlannerSettings, samples: Samples, scheduled: Schedul
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Add the block's wall-clock time to `seconds[name]`."""
     start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

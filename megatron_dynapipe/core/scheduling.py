@@ -63,14 +63,12 @@ def schedule_batch(
     may_reorder = searchable and chosen.method != "adaptive"
     if may_reorder and BatchLayout.PACKED in problem.batch_layouts:
         return _rescheduled(problem, partitioned, chosen)
-    if searchable and chosen.method == "adaptive":
-        found = searched(problem, partitioned, chosen)
-        if found is not None:
-            if problem.split_backward == "on":
-                return found
-            candidates.append(found)
-            # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
-            chosen = replace(chosen, method="1f1b")
+    if searchable and chosen.method == "adaptive" and (found := searched(problem, partitioned, chosen)) is not None:
+        if problem.split_backward == "on":
+            return found
+        candidates.append(found)
+        # A search of padded micro-batches begins with 1F1B, of which list scheduling may refuse what has memory.
+        chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
     for partition in partitioned.partitions:
         try:
@@ -120,8 +118,7 @@ def _rescheduled(
     problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings
 ) -> ScheduledBatch | None:
     """The search's micro-batches, their passes ordered by another method; None where that does not fit the memory."""
-    found = searched(problem, partitioned, chosen)
-    if found is None:
+    if (found := searched(problem, partitioned, chosen)) is None:
         return None
     try:
         schedules = [schedule(found.costs.take(rows), chosen) for rows in found.replicas]

@@ -20,8 +20,7 @@ single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free L
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Percent = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 Precedent = tuple[_AtLeastOne, tuple[tuple[int, ...], ...]]
-"""A plan that others follow: its time over what its batch was estimated to take, in millionths, and its rows as they
-enter the pipeline: replica, input positions, target positions, a mode's number for every virtual stage."""
+"""Of a plan: time over its batch's estimate, in millionths; rows as they enter: replica, positions, modes by stage."""
 
 
 def check_fields(record: msgspec.Struct) -> None:

@@ -2,9 +2,8 @@
 
     samples, problem ── ways ──► candidates ── start every one ──► the promising ── search ──► the fastest schedule
 
-A way (`ways`) proposes candidates, `best` decides among them: by where their searches start, which takes a
-part of the time of a search, and by the schedules that these find. Rules of transfers under which a candidate has no
-order are relaxed here, and nowhere else.
+A way (`ways`) proposes candidates, `best` decides among them: by where their searches start, and by what these find.
+Rules of transfers under which a candidate has no order are relaxed here, and nowhere else.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,8 +54,7 @@ class Candidate:
     @cached_property
     def _problems(self) -> list[BatchProblem]:
         """The problem under its rules of transfers, and under each that may be tried where every order stalls."""
-        relaxed = [replace(self.problem, transfers=rules) for rules in self.problem.transfers.relaxed()]
-        return [self.problem, *relaxed]
+        return [self.problem, *(replace(self.problem, transfers=r) for r in self.problem.transfers.relaxed())]
 
     def start(self, most: int | None = None) -> Start | None:
         """Where a search starts, by the first rules of transfers that allow any; None as of `search.start`."""

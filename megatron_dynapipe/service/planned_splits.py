@@ -64,7 +64,7 @@ class PlannedSplits:
             place = iteration % evaluation % (sampler.batches.count or evaluation)
         with self._drawing:  # samplers keep what they have drawn
             batch = sampler.batch(place)
-        if evaluation is not None or iteration < FOLLOWED and correction is None:
+        if evaluation is not None or (iteration < FOLLOWED and correction is None):
             planner = self._planner
         else:
             planner = self._planner_with(split, correction)

@@ -59,6 +59,7 @@ def good() -> dict[str, Any]:
         "labels": ints(),
         "labelled": ints(),
         "corrections": ints(),
+        "precedents": [],
         "receive_ahead": -1,
         "ordered_starts": False,
         "division": 0,
@@ -66,8 +67,19 @@ def good() -> dict[str, Any]:
     }
 
 
+def row(*values: int) -> np.ndarray:
+    """A precedent's only one."""
+    return np.array([values], np.int64)
+
+
 def search_arguments() -> dict[str, Any]:
-    return {"order": ints(0, 1, 2), "partitions": [(ints(1, 2), ints(0, 0))], "evaluations": 50, "seed": 0}
+    return {
+        "order": ints(0, 1, 2),
+        "partitions": [(ints(1, 2), ints(0, 0))],
+        "evaluations": 50,
+        "seed": 0,
+        "following": False,
+    }
 
 
 def test_good_input() -> None:
@@ -125,6 +137,11 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"cuts": ints(-1)}, "cuts in order between modules"),
         ({"kinds": 3}, "as many grid values"),
         ({"kinds": -1}, "between 1 and 4096 kinds"),
+        ({"precedents": [(10**6, row(0, 8, 0))]}, "rows of precedents with a mode for every stage"),
+        ({"precedents": [(0, row(0, 8, 0, 0, 0))]}, "rows of precedents with a mode for every stage"),
+        ({"precedents": [(10**6, row(-1, 8, 0, 0, 0))]}, "rows of precedents on replicas"),
+        ({"precedents": [(10**6, row(0, 8, -8, 0, 0))]}, "rows of precedents on replicas"),
+        ({"precedents": [(10**6, row(0, 8, 0, 0, 1))]}, "rows of precedents with modes that there are"),
         ({"corrections": ints(100, 100)}, "three corrections for every stage"),
         ({"corrections": ints(100, 0, 100, 100, 100, 100)}, "corrections from 1 to 1000 percent"),
         ({"corrections": ints(*[100] * 5, 1001)}, "corrections from 1 to 1000 percent"),
