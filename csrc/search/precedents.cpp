@@ -100,7 +100,9 @@ std::vector<MicroBatches> followed(const std::vector<Positions>& samples, const 
 }  // namespace
 
 Followed follow_precedents(const Problem& problem, CostCache& costs, BatchMaker& maker) {
-    if (problem.precedents.empty() || problem.is_cut() || !problem.may_pack) return {};
+    const auto has_rows = [](const Precedent& precedent) { return !precedent.rows.empty(); };
+    if (std::none_of(problem.precedents.begin(), problem.precedents.end(), has_rows)) return {};
+    if (problem.is_cut() || !problem.may_pack) return {};
     const int64_t estimate = estimated_ns(problem, costs, maker);
     if (estimate >= kUnreachable) return {};
     std::vector<Positions> samples;
@@ -112,7 +114,7 @@ Followed follow_precedents(const Problem& problem, CostCache& costs, BatchMaker&
     int64_t least = kUnreachable;
     for (const Precedent& precedent : problem.precedents) {
         least = std::min(least, precedent.over_estimate);
-        if (precedent.rows.empty()) continue;
+        if (!has_rows(precedent)) continue;
         std::vector<MicroBatches> replicas = followed(samples, precedent, problem, maker);
         if (!replicas.empty()) found.plans.push_back(std::move(replicas));
     }

@@ -14,7 +14,14 @@ MILLION = 1_000_000
 
 
 def precedents_of(planner: Planner, batches: Sequence[GlobalBatch]) -> tuple[Precedent, ...]:
-    """What plans of other batches follow of these batches' plans; nothing of one that cannot be planned."""
+    """What plans of other batches follow of these batches' plans; nothing of one that cannot be planned.
+
+    Nothing at all where micro-batches are padded, and on one stage of one replica, where a search is short.
+    """
+    settings = planner.settings
+    alone = planner.layout.virtual_stages == settings.data_parallel == 1
+    if alone or not settings.searches or BatchLayout.PACKED not in settings.micro_batch_layouts:
+        return ()
     found = []
     for batch in batches:
         try:
@@ -25,20 +32,20 @@ def precedents_of(planner: Planner, batches: Sequence[GlobalBatch]) -> tuple[Pre
 
 
 def precedent_of(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Precedent | None:
-    """What others follow of a batch's plan: no rows of one with padded micro-batches or pieces of samples.
+    """What others follow of a batch's plan: no rows of one with pieces of samples, whose time alone counts.
 
-    None where nothing is known of the batch in packed rows.
+    None where nothing is known of the batch in packed rows. Padded micro-batches are followed by rows.
     """
     samples = planner.samples(batch)
     order = by_length(samples.inputs, samples.targets)
     estimate = planner.problem(samples).native.estimate(order=order)
     if estimate is None:
         return None
-    numbered = [(number, row) for number, replica in enumerate(plan.replicas) for row in replica.micro_batches]
+    rows = [(number, row) for number, replica in enumerate(plan.replicas) for row in replica.micro_batches]
     modes = {mode: number for number, mode in enumerate(planner.settings.recompute)}
-    rows = tuple(
-        (number, *row.shape[1:], *(modes[mode] for mode in row.recompute))
-        for number, row in numbered
-        if row.layout is BatchLayout.PACKED and not row.pieces
+    followed = tuple(
+        (number, sum(row.input_lengths), sum(row.target_lengths), *(modes[mode] for mode in row.recompute))
+        for number, row in rows
     )
-    return round(MILLION * plan.totals.predicted_ns / estimate), rows if len(rows) == len(numbered) else ()
+    over_estimate = round(MILLION * plan.totals.predicted_ns / estimate)
+    return over_estimate, () if any(row.pieces for _, row in rows) else followed

@@ -84,14 +84,23 @@ def test_batches_unlike_all_precedents_are_planned_as_well(now: GlobalBatch) -> 
     assert times[0] <= 1.03 * times[1]
 
 
-def test_what_cannot_be_followed_is_known_by_its_time_alone() -> None:
-    """The time of a plan with padded rows is what others have to come near to."""
+def test_padded_micro_batches_are_followed_by_rows_where_there_may_be_any() -> None:
+    before, now = batch(GPT, 80), batch(GPT, 80, seed=1)
     padded = made(GPT, micro_batch_layouts=(BatchLayout.PADDED,))
+    assert precedents_of(padded, [before]) == ()
     both = made(GPT, micro_batch_layouts=tuple(BatchLayout))
-    before = batch(GPT, 40)
     over_estimate, rows = precedent_of(both, before, padded.plan(before, 0))
+    plan = made(GPT, ((over_estimate, rows),), micro_batch_layouts=tuple(BatchLayout)).plan(now, 0)
+    assert plan.totals.predicted_ns <= 1.03 * both.plan(now, 0).totals.predicted_ns
+
+
+def test_of_plans_in_pieces_the_time_alone_counts() -> None:
+    """What follows others has to come as near to its estimate as these do."""
+    of_pieces = made(GPT, slices=128)
+    before, now = batch_of((1000, 0), *[(60, 0)] * 30), batch(GPT, 80, seed=1)
+    over_estimate, rows = precedent_of(of_pieces, before, of_pieces.plan(before, 0))
     assert rows == () and over_estimate > 0.5 * MILLION
-    assert made(GPT, ((over_estimate, ()),)).plan(before, 0).replicas == made(GPT).plan(before, 0).replicas
+    assert made(GPT, ((over_estimate, ()),)).plan(now, 0).replicas == made(GPT).plan(now, 0).replicas
 
 
 def test_a_batch_that_cannot_be_planned_gives_none() -> None:
