@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "search/options.h"
 
 namespace dynapipe {
 namespace {
@@ -30,12 +31,6 @@ constexpr size_t kRowsCompared = 16;        // where a sample may go
 struct LengthClass {
     int32_t sample;                // one of them, as a place in the problem
     std::vector<int32_t> members;  // places in the order
-};
-
-// A class of samples under the modes that are worth it: from the one that keeps the least to the fastest.
-struct Option {
-    size_t mode;
-    int64_t time, pressure;
 };
 
 // Time that each sample of a class saves by going to its next option, and what memory that takes.
@@ -210,7 +205,7 @@ std::vector<int64_t> Starts::row_sizes() {
 
 // The modes of a class, from `fastest` on, on the lower hull of time over memory.
 std::vector<Option> Starts::options(int32_t of_class, size_t fastest) const {
-    std::vector<Option> all, hull;
+    std::vector<Option> all;
     for (size_t mode = fastest; mode < problem_.modes.size(); ++mode) {
         const std::vector<Share>& its = share(mode, of_class);
         if (its.empty()) continue;
@@ -224,21 +219,7 @@ std::vector<Option> Starts::options(int32_t of_class, size_t fastest) const {
             option.pressure = std::max(option.pressure, stored[s] / kScale * in_flight_[s] * kScale / room(s));
         all.push_back(option);
     }
-    std::stable_sort(all.begin(), all.end(), [](const Option& a, const Option& b) {
-        return a.pressure != b.pressure ? a.pressure < b.pressure : a.time < b.time;
-    });
-    for (const Option& next : all) {
-        if (!hull.empty() && next.time >= hull.back().time) continue;
-        while (hull.size() > 1) {  // the last is above the line from the one before it to the next
-            const Option &before = hull[hull.size() - 2], &last = hull.back();
-            if (static_cast<__int128>(before.time - last.time) * (next.pressure - last.pressure) >
-                static_cast<__int128>(last.time - next.time) * (last.pressure - before.pressure))
-                break;
-            hull.pop_back();
-        }
-        hull.push_back(next);
-    }
-    return hull;
+    return lower_hull(std::move(all));
 }
 
 // Counts so many samples of a class in, or out, of what stages hold of rows in flight, at so many rows to a replica.

@@ -325,6 +325,8 @@ def test_fuzz(data: st.DataObject) -> None:
                 changed.flat[place] = data.draw(numbers)
                 axis = data.draw(arrays)
                 arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed, separate)]
+            case "precedents":
+                arguments[name] = [(data.draw(numbers), np.array([data.draw(arrays)[:5]], np.int64))]
             case _ if name in TYPED:
                 arguments[name] = TYPED[name](data.draw(arrays))
             case "packed":
@@ -346,8 +348,9 @@ def test_fuzz(data: st.DataObject) -> None:
     assert sorted(order) == list(range(samples))
     found = [(ints(*sizes), ints(*modes)) for sizes, modes, _, _ in partitions if sizes]
     assert all(sizes.sum() == samples for sizes, _ in found)
-    for placed, sizes, modes, packed, *_ in problem.search(
-        order=ints(*order), partitions=found, evaluations=20, seed=0
-    ):
-        assert sum(sizes) == len(placed)
-        assert len(sizes) == len(packed) and len(modes) == len(sizes) * (len(arguments["cuts"]) + 1)
+    for following in (False, True):
+        for placed, sizes, modes, packed, *_ in problem.search(
+            order=ints(*order), partitions=found, evaluations=20, seed=0, following=following
+        ):
+            assert sum(sizes) == len(placed)
+            assert len(sizes) == len(packed) and len(modes) == len(sizes) * (len(arguments["cuts"]) + 1)
