@@ -107,8 +107,7 @@ class BatchProblem:
         layout: layers per virtual stage.
         model_state_bytes: int64[stages].
         memory_limit_bytes: of one device, model state included.
-        in_flight: int64[options, stages], micro-batches that a stage holds at once, sharing its memory; the order is
-            partitioned for each option.
+        in_flight: int64[options, stages], micro-batches that share a stage's memory; the order is partitioned for each.
         replicas: data-parallel replicas.
         links: what messages between stages take.
         bytes_per_position: of one hidden state, as it is sent.
@@ -116,8 +115,7 @@ class BatchProblem:
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
-        chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
-            follow one another.
+        chains: int32[samples], where samples are cut: which one each is a piece of, in order, -1 for whole ones.
         piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces cost besides (`costing.pieces`).
         split_backward: whether backward passes may be divided: where that is faster, or all that can be.
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
