@@ -32,9 +32,9 @@ def precedents_of(planner: Planner, batches: Sequence[GlobalBatch]) -> tuple[Pre
 
 
 def precedent_of(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> Precedent | None:
-    """What others follow of a batch's plan: no rows of one with pieces of samples, whose time alone counts.
+    """What others follow of a batch's plan: of one with padded micro-batches or pieces no rows, its time alone.
 
-    None where nothing is known of the batch in packed rows. Padded micro-batches are followed by rows.
+    None where nothing is known of the batch in packed rows.
     """
     samples = planner.samples(batch)
     order = by_length(samples.inputs, samples.targets)
@@ -48,4 +48,5 @@ def precedent_of(planner: Planner, batch: GlobalBatch, plan: IterationPlan) -> P
         for number, row in rows
     )
     over_estimate = round(MILLION * plan.totals.predicted_ns / estimate)
-    return over_estimate, () if any(row.pieces for _, row in rows) else followed
+    may_follow = all(row.layout is BatchLayout.PACKED and not row.pieces for _, row in rows)
+    return over_estimate, followed if may_follow else ()

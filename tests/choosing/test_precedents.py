@@ -84,14 +84,15 @@ def test_batches_unlike_all_precedents_are_planned_as_well(now: GlobalBatch) -> 
     assert times[0] <= 1.03 * times[1]
 
 
-def test_padded_micro_batches_are_followed_by_rows_where_there_may_be_any() -> None:
-    before, now = batch(GPT, 80), batch(GPT, 80, seed=1)
+def test_padded_micro_batches_are_not_followed() -> None:
+    """By rows, one of 23 plans was 1.3% slower."""
+    before = batch(GPT, 80)
     padded = made(GPT, micro_batch_layouts=(BatchLayout.PADDED,))
     assert precedents_of(padded, [before]) == ()
-    both = made(GPT, micro_batch_layouts=tuple(BatchLayout))
-    over_estimate, rows = precedent_of(both, before, padded.plan(before, 0))
-    plan = made(GPT, ((over_estimate, rows),), micro_batch_layouts=tuple(BatchLayout)).plan(now, 0)
-    assert plan.totals.predicted_ns <= 1.03 * both.plan(now, 0).totals.predicted_ns
+    over_estimate, rows = precedent_of(
+        made(GPT, micro_batch_layouts=tuple(BatchLayout)), before, padded.plan(before, 0)
+    )
+    assert rows == () and over_estimate > 0.5 * MILLION
 
 
 def test_of_plans_in_pieces_the_time_alone_counts() -> None:
