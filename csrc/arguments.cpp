@@ -1,5 +1,6 @@
 #include "arguments.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -34,6 +35,26 @@ std::vector<PackedGrid> packed_grids(const std::vector<PackedMode>& modes) {
         grids.push_back(
             {{copy(row_inputs)}, {copy(row_targets)}, view(linear), {copy(inputs)}, {copy(targets)}, view(attention)});
     return grids;
+}
+
+// Each with its time over its batch's estimate and [rows][3 + virtual stages]: replica, inputs, targets, modes.
+std::vector<Precedent> precedents(const std::vector<std::pair<int64_t, Matrix>>& given, const Problem& problem) {
+    const size_t stages = problem.modules.size();
+    std::vector<Precedent> precedents;
+    for (const auto& [over_estimate, rows] : given) {
+        require(rows.shape(1) == 3 + stages && over_estimate > 0, "rows of precedents with a mode for every stage");
+        Precedent& precedent = precedents.emplace_back(Precedent{over_estimate, {}});
+        for (size_t i = 0; i < rows.shape(0); ++i) {
+            const int64_t* row = rows.data() + i * rows.shape(1);
+            require(std::min({row[0], row[1], row[2]}) >= 0 && std::max(row[1], row[2]) <= kLargestCost,
+                    "rows of precedents on replicas that there may be, with positions");
+            for (size_t v = 0; v < stages; ++v)
+                require(row[3 + v] >= 0 && row[3 + v] < static_cast<int64_t>(problem.modes.size()),
+                        "rows of precedents with modes that there are");
+            precedent.rows.push_back({row[0], row[1], row[2], {row + 3, row + 3 + stages}});
+        }
+    }
+    return precedents;
 }
 
 }  // namespace
@@ -97,6 +118,7 @@ Problem problem_of(Keywords given) {
                 "corrections from 1 to 1000 percent");
         problem.modules[v].correct(correction);
     }
+    problem.precedents = precedents(given.get<std::vector<std::pair<int64_t, Matrix>>>("precedents"), problem);
     given.done();
     problem.check();
     problem.choose_rows();

@@ -18,6 +18,7 @@
 #include "checks.h"
 #include "costs/costs.h"
 #include "costs/problem.h"
+#include "search/packed_starts.h"
 #include "search/partition.h"
 #include "search/search.h"
 
@@ -64,19 +65,30 @@ public:
         return std::pair(start->makespan, start->rows);
     }
 
+    // What the batch may take in rows that suit it, in ns; nothing where no mode covers a sample.
+    std::optional<int64_t> estimate(const Ints& order) {
+        const Integers places = checked_order(order);
+        nb::gil_scoped_release release;
+        const std::lock_guard<std::mutex> guard(mutex_);
+        const int64_t estimate = estimated_ns(problem_, *costs_, starting_rows(places).maker);
+        return estimate < kUnreachable ? std::optional(estimate) : std::nullopt;
+    }
+
     // Of every replica: samples of its micro-batches one after another, how many each has, modes, whether they are
     // packed, passes, and the time in ns that the search found for them.
     using Replica = std::tuple<Integers, Integers, Integers, std::vector<bool>, std::vector<Pass>, int64_t>;
 
-    std::vector<Replica> run_search(const Ints& order, const Partitions& partitions, int64_t evaluations,
-                                    uint64_t seed) {
+    std::vector<Replica> run_search(const Ints& order, const Partitions& partitions, int64_t evaluations, uint64_t seed,
+                                    bool following) {
         const Integers places = checked_order(order);
         require(evaluations >= kDefaultEvaluations, "at least 0 evaluations");
         const std::vector<std::vector<Run>> checked = checked_partitions(partitions);
         std::vector<Replica> result;
         nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> guard(mutex_);
-        dynapipe::Found found = search(problem_, *costs_, starting_rows(places), checked, evaluations, seed);
+        StartingRows& rows = starting_rows(places);
+        dynapipe::Found found = following ? follow(problem_, *costs_, rows, evaluations, seed)
+                                          : search(problem_, *costs_, rows, checked, evaluations, seed);
         for (size_t r = 0; r < found.replicas.size(); ++r) {
             auto& [samples, sizes, modes, packed, passes, makespan] = result.emplace_back();
             makespan = found.replicas[r].makespan;
@@ -261,8 +273,9 @@ void bind_batch_problem(nb::module_& module) {
              "The order chosen, and (sizes, modes, warm-up, total) per option, sizes empty where no partition fits.")
         .def("start", &BatchProblem::start, "order"_a.noconvert(), "partitions"_a.noconvert(), "most"_a = nb::none(),
              "(ns, micro-batches of a replica) that a search starts with, or None.")
+        .def("estimate", &BatchProblem::estimate, "order"_a.noconvert(), "ns in rows that suit the batch, or None.")
         .def("search", &BatchProblem::run_search, "order"_a.noconvert(), "partitions"_a.noconvert(), "evaluations"_a,
-             "seed"_a, "(samples, sizes, modes, whether packed, passes of every stage, ns) per replica.")
+             "seed"_a, "following"_a, "(samples, sizes, modes, whether packed, passes of every stage, ns) per replica.")
         .def("packed_costs", &BatchProblem::packed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),
              "modes"_a.noconvert(), "Rows of costs, and whether the cost model covers each packed row.")
         .def("changed_costs", &BatchProblem::changed_costs, "samples"_a.noconvert(), "sizes"_a.noconvert(),

@@ -1,11 +1,12 @@
 """Plans of 200 settings compared with recorded ones, so that a change of the planner or of costs shows what it changes.
 
-    python -m benchmarks.planning.recorded DATA [--write] [--only TEXT] [--verbose]
+    python -m benchmarks.planning.recorded DATA [--write] [--only TEXT] [--follow] [--verbose]
 
 DATA is a folder with `a100/` and `h100/` (cost files) and `batches/flan_like.json`. Every case plans one batch; its
 digest and predicted time lie in `recorded_plans.json`, which `--write` makes anew. Printed are how many plans are the
 same bytes, the ratio of predicted times (geometric mean, least, most), the cases whose time changed, and the
-processor time of a plan (median, nine tenths, most, sum).
+processor time of a plan (median, nine tenths, most, sum). With `--follow` every plan follows those of three other
+batches of its kind (`batches/flan_more.json`), as the plans of a run follow its first ones, whose time does not count.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import msgspec
 
 from benchmarks.common import markdown
 from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.choosing.precedents import precedents_of
 from megatron_dynapipe.core.errors import PlanError, PlanningError
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
@@ -175,11 +177,15 @@ class Outcome(NamedTuple):
     predicted_ns: int
 
 
-def run(case: Case, data: Path) -> tuple[Outcome, float]:
+def run(case: Case, data: Path, *, follow: bool) -> tuple[Outcome, float]:
     """Plan a case; also the seconds of processor time of the plan."""
     lengths = batches(data)[case.batch]
     try:
         planner = planner_of(case.settings, cost_model(case.model.costs, data))
+        if follow:
+            kind = case.batch.rpartition("-")[0]
+            others = [batch for name, batch in batches(data, "flan_more").items() if name.startswith(kind)]
+            planner = planner.changed(precedents=precedents_of(planner, others))
         began = time.process_time()
         plan = planner.plan(lengths, 0)
         seconds = time.process_time() - began
@@ -189,9 +195,9 @@ def run(case: Case, data: Path) -> tuple[Outcome, float]:
 
 
 @functools.cache
-def batches(data: Path) -> dict[str, GlobalBatch]:
+def batches(data: Path, mixture: str = "flan_like") -> dict[str, GlobalBatch]:
     """The recorded batches by their ids."""
-    every = json.loads((data / "batches/flan_like.json").read_text())["batches"]
+    every = json.loads((data / f"batches/{mixture}.json").read_text())["batches"]
     return {batch["id"]: GlobalBatch.of_lengths(batch["input"], batch.get("target") or 0) for batch in every}
 
 
@@ -208,12 +214,13 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--write", action="store_true", help="record what is planned now")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--follow", action="store_true", help="follow plans of three other batches")
     parser.add_argument("--verbose", action="store_true", help="every case")
     args = parser.parse_args()
     chosen = [case for case in itertools.islice(cases(), CASES) if args.only in case.name]
     outcomes, seconds = {}, []
     for case in chosen:
-        outcomes[case.name], its_seconds = run(case, args.data)
+        outcomes[case.name], its_seconds = run(case, args.data, follow=args.follow)
         seconds.append(its_seconds)
     if args.write:
         lines = [f"{json.dumps(name)}: {json.dumps(outcome)}" for name, outcome in outcomes.items()]

@@ -25,6 +25,16 @@ struct Links {
     void check(size_t virtual_stages) const;
 };
 
+// The rows of another batch's plan, of all replicas, in the order in which they enter the pipeline.
+struct Precedent {
+    struct Row {
+        int64_t replica, inputs, targets;  // positions
+        std::vector<uint8_t> modes;        // [virtual stages]
+    };
+    int64_t over_estimate;  // the plan's time over what its batch was estimated to take, in millionths
+    std::vector<Row> rows;  // none where other batches cannot follow it
+};
+
 enum class Division { kOff, kAuto, kOn, kDivisions };  // of backward passes: where that is faster, or all that can be
 
 struct Problem {
@@ -43,6 +53,7 @@ struct Problem {
     Division division;
     int64_t enough;        // ns: a plan that takes no longer ends the search
     int64_t row_multiple;  // positions of packed rows are rounded up to it
+    std::vector<Precedent> precedents = {};
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t>
         chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut

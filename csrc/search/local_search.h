@@ -31,6 +31,7 @@ public:
           left_(std::max<int64_t>(evaluations, 0)),
           by_default_(evaluations == kDefaultEvaluations) {}
 
+    Found follow(const std::vector<std::vector<MicroBatches>>& plans, int64_t expected);
     Found run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most);
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed,
                                  int64_t most, int64_t filled);

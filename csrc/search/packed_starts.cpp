@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "search/options.h"
 
 namespace dynapipe {
 namespace {
@@ -30,12 +31,6 @@ constexpr size_t kRowsCompared = 16;        // where a sample may go
 struct LengthClass {
     int32_t sample;                // one of them, as a place in the problem
     std::vector<int32_t> members;  // places in the order
-};
-
-// A class of samples under the modes that are worth it: from the one that keeps the least to the fastest.
-struct Option {
-    size_t mode;
-    int64_t time, pressure;
 };
 
 // Time that each sample of a class saves by going to its next option, and what memory that takes.
@@ -69,6 +64,8 @@ public:
         }
         return std::move(found_);
     }
+
+    std::vector<std::pair<int64_t, int64_t>> estimates();
 
 private:
     // Rows of about `size` positions: as many as long samples need, and for the rest.
@@ -105,6 +102,7 @@ private:
     const Problem& problem_;
     CostCache& costs_;
     BatchMaker& maker_;
+    int64_t smallest_ = 0;
     std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
     std::vector<LengthClass> classes_;
     std::vector<int32_t> class_of_;           // [samples]
@@ -175,21 +173,27 @@ int64_t Starts::estimate(int64_t size, int64_t rows) {
     return most / problem_.replicas + sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
 }
 
-// The sizes of rows that promise the most: large enough for the kernels, small enough for the pipeline.
-std::vector<int64_t> Starts::row_sizes() {
+// (estimate, size) of rows, those that promise the most first: large enough for the kernels, small enough for the
+// pipeline.
+std::vector<std::pair<int64_t, int64_t>> Starts::estimates() {
     std::vector<int32_t> every(positions_.size());
     std::iota(every.begin(), every.end(), 0);
     const int64_t total = std::accumulate(positions_.begin(), positions_.end(), int64_t{0});
     std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
     int64_t power = kSmallestRow;
     while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
-    const int64_t smallest = power;
+    smallest_ = power;
     for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
         const int64_t rows = rows_of(every, power) / problem_.replicas;
         if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
     }
-    if (estimated.empty()) return {smallest};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::sort(estimated.begin(), estimated.end());
+    return estimated;
+}
+
+std::vector<int64_t> Starts::row_sizes() {
+    const std::vector<std::pair<int64_t, int64_t>> estimated = estimates();
+    if (estimated.empty()) return {smallest_};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i) {
         const int64_t size = estimated[i].second;
@@ -201,7 +205,7 @@ std::vector<int64_t> Starts::row_sizes() {
 
 // The modes of a class, from `fastest` on, on the lower hull of time over memory.
 std::vector<Option> Starts::options(int32_t of_class, size_t fastest) const {
-    std::vector<Option> all, hull;
+    std::vector<Option> all;
     for (size_t mode = fastest; mode < problem_.modes.size(); ++mode) {
         const std::vector<Share>& its = share(mode, of_class);
         if (its.empty()) continue;
@@ -215,21 +219,7 @@ std::vector<Option> Starts::options(int32_t of_class, size_t fastest) const {
             option.pressure = std::max(option.pressure, stored[s] / kScale * in_flight_[s] * kScale / room(s));
         all.push_back(option);
     }
-    std::stable_sort(all.begin(), all.end(), [](const Option& a, const Option& b) {
-        return a.pressure != b.pressure ? a.pressure < b.pressure : a.time < b.time;
-    });
-    for (const Option& next : all) {
-        if (!hull.empty() && next.time >= hull.back().time) continue;
-        while (hull.size() > 1) {  // the last is above the line from the one before it to the next
-            const Option &before = hull[hull.size() - 2], &last = hull.back();
-            if (static_cast<__int128>(before.time - last.time) * (next.pressure - last.pressure) >
-                static_cast<__int128>(last.time - next.time) * (last.pressure - before.pressure))
-                break;
-            hull.pop_back();
-        }
-        hull.push_back(next);
-    }
-    return hull;
+    return lower_hull(std::move(all));
 }
 
 // Counts so many samples of a class in, or out, of what stages hold of rows in flight, at so many rows to a replica.
@@ -395,6 +385,11 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
 
 PackedStarts packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker) {
     return Starts(problem, costs, maker).all();
+}
+
+int64_t estimated_ns(const Problem& problem, CostCache& costs, BatchMaker& maker) {
+    const auto estimates = Starts(problem, costs, maker).estimates();
+    return estimates.empty() ? kUnreachable : estimates[0].first;
 }
 
 }  // namespace dynapipe

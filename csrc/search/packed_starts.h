@@ -22,4 +22,8 @@ struct PackedStarts {
 };
 PackedStarts packed_starts(const Problem& problem, CostCache& costs, BatchMaker& maker);
 
+// What a batch may take in rows that suit it: the work of the busiest stage and one row's way, within the memory;
+// kUnreachable where no mode covers a sample.
+int64_t estimated_ns(const Problem& problem, CostCache& costs, BatchMaker& maker);
+
 }  // namespace dynapipe

@@ -8,6 +8,7 @@
 #include "search/join_halves.h"
 #include "search/lighten.h"
 #include "search/local_search.h"
+#include "search/precedents.h"
 
 namespace dynapipe {
 namespace {
@@ -22,6 +23,11 @@ constexpr size_t kMostLeftOver = 500;  // micro-batches that no solution holds a
 constexpr int64_t kWindows = 4;
 constexpr int64_t kLeastWindow = 200;
 constexpr int64_t kLeastOfWindow = 10'000;
+// A plan that follows another begins at most such a part above what is expected of it, has a part of the evaluations,
+// and ends at most such a part above.
+constexpr int64_t kNearAtFirst = 25, kNearAtLast = 125;
+constexpr Share kFollowing{1, 8};
+constexpr std::initializer_list<double> kFitting{0, 0.93};  // parts of memory that modes by stage fill, as starts have
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
 // Forwards that stages hold beyond what fills the pipeline, where jitter decides.
@@ -67,6 +73,28 @@ Found Search::run(const std::vector<std::vector<Run>>& partitions, const PackedS
     if (solutions.empty() || solutions[0].slowest() > most) return {};
     if (by_default_) left_ = default_evaluations(problem_, solutions[0].rows());
     return improved(std::move(solutions));
+}
+
+// Nothing where it does not come to about what is expected.
+Found Search::follow(const std::vector<std::vector<MicroBatches>>& plans, int64_t expected) {
+    const int64_t given = left_, most = expected + expected / kNearAtFirst;
+    std::vector<Solution> solutions;
+    for (const std::vector<MicroBatches>& replicas : plans) {
+        Solution solution;
+        for (const MicroBatches& batches : replicas) {
+            ReplicaState replica{batches, policy(0, Rule::kStrict), kUnreachable};
+            try_policies(batches, kManyExtras, kEveryRule, replica);
+            if (replica.makespan > most) lighten(replica, kFitting);
+            solution.replicas.push_back(std::move(replica));
+        }
+        if (solution.slowest() <= most) solutions.push_back(std::move(solution));
+    }
+    if (solutions.empty()) return {};
+    by_objective(solutions);
+    left_ = by_default_ ? default_evaluations(problem_, solutions[0].rows()) : given;
+    left_ = left_ * kFollowing.parts / kFollowing.of;
+    Found found = improved(std::move(solutions));
+    return found.makespan <= expected + expected / kNearAtLast ? found : Found{};
 }
 
 Found Search::improved(std::vector<Solution> solutions) {
@@ -265,6 +293,15 @@ std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRow
     const std::vector<Solution> solutions = search.starts(partitions, rows.packed, most, kFewRows);
     if (solutions.empty()) return std::nullopt;
     return Start{solutions[0].slowest(), solutions[0].rows()};
+}
+
+Found follow(const Problem& problem, CostCache& costs, StartingRows& rows, int64_t evaluations, uint64_t seed) {
+    if (evaluations == 0) return {};  // of one stage, which begins with rows of least work
+    const Followed followed = follow_precedents(problem, costs, rows.maker);
+    Search search(problem, costs, rows.maker, problem.division, evaluations, seed);
+    Found found = search.follow(followed.plans, followed.expected);
+    join_halves(problem, found);
+    return found;
 }
 
 Found search(const Problem& problem, CostCache& costs, StartingRows& rows,

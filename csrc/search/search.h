@@ -49,6 +49,10 @@ struct Start {
 std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRows& rows,
                            const std::vector<std::vector<Run>>& partitions, int64_t most);
 
+// The solution that follows a precedent of the problem's; nothing where that is not as good as the precedent itself.
+// O(evaluations · micro-batches · stages), of which it takes a part.
+Found follow(const Problem& problem, CostCache& costs, StartingRows& rows, int64_t evaluations, uint64_t seed);
+
 // The best solution from the given partitions of the order and, where rows may be packed, from rows made here.
 // O(evaluations · micro-batches · stages), and as much again for every start.
 Found search(const Problem& problem, CostCache& costs, StartingRows& rows,

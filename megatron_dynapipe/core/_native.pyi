@@ -54,6 +54,7 @@ class BatchProblem:
         labels: _Ints,
         labelled: _Ints,
         corrections: _Ints,
+        precedents: Sequence[tuple[int, npt.NDArray[np.int64]]],
         division: int,
         enough: int,
         row_multiple: int,
@@ -75,11 +76,16 @@ class BatchProblem:
         partitions: Sequence[tuple[_Ints, _Ints]],
         evaluations: int,
         seed: int,
+        following: bool,
     ) -> list[tuple[list[int], list[int], list[int], list[bool], list[int], int]]:
         """Samples of all micro-batches, their sizes, modes, whether they are packed, passes of every stage, and ns.
 
-        Per replica; empty where none fits. -1 evaluations take the default.
+        Per replica; empty where none fits. -1 evaluations take the default. `following`: from precedents alone, and
+        empty where that is not as good as they are.
         """
+
+    def estimate(self, *, order: _Ints) -> int | None:
+        """What the batch may take in rows that suit it, in ns; None where some sample is not known in any."""
 
     def costs(
         self, *, sizes: _Ints, inputs: _Ints, targets: _Ints, modes: _Ints, labels: _Ints

@@ -4,16 +4,18 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
   ── lower ──► IterationPlan ── verify ──► the same, verified
 """
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.core.batch import GlobalBatch, Samples, explain_infeasible, fits_alone
+from megatron_dynapipe.core.batch import GlobalBatch, Samples, explain_infeasible
 from megatron_dynapipe.core.costs import LARGEST_COORDINATE, CostTables
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.core.lowering import PipelineTopology, lower
@@ -21,7 +23,7 @@ from megatron_dynapipe.core.model import boundary_shapes, boundary_tensors
 from megatron_dynapipe.core.native import fast_verify
 from megatron_dynapipe.core.network import Links, TransferRules
 from megatron_dynapipe.core.plan import IterationPlan, MicroBatch, ReplicaPlan, StagePlan
-from megatron_dynapipe.core.problem import BatchProblem, BoolArray, IntArray
+from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.scheduling import ScheduledBatch
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
@@ -76,24 +78,22 @@ class Planner:
                 f"stage {stage} needs {needed} for parameters, gradients and optimizer state, of {available}",
                 hint="use more pipeline stages or tensor parallelism, or the distributed optimizer",
             )
-        identity = msgspec.json.encode([settings, costs_digest])
-        self.digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """Of settings and costs."""
+        return hashlib.blake2b(msgspec.json.encode([self.settings, self.costs_digest]), digest_size=16).hexdigest()
 
     def under(self, rules: TransferRules) -> "Planner":
         """A planner under these rules of transfers; this one where its settings have rules of their own."""
-        if not self.settings.transfers.are_plain or rules == self.settings.transfers:
-            return self
-        settings = msgspec.structs.replace(self.settings, transfers=rules)
-        return Planner(
-            settings,
-            tables=self.tables,
-            links=self.links,
-            model_state_bytes=self.model_state_bytes,
-            ways=self.ways,
-            rules=self.rules,
-            costs_digest=self.costs_digest,
-            enough_ns=self._enough_ns,
-        )
+        is_given = not self.settings.transfers.are_plain or rules == self.settings.transfers
+        return self if is_given else self.changed(transfers=rules)
+
+    def changed(self, **changes: Any) -> "Planner":
+        """A planner of other settings that leave costs, ways and state as they are."""
+        other = copy.copy(self)
+        other.settings = msgspec.structs.replace(self.settings, **changes)
+        return other
 
     def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
         """The plan of one iteration.
@@ -160,8 +160,7 @@ class Planner:
                 planned = replace(problem, replicas=busy, enough_ns=enough)
                 candidates = [candidate for way in ways for candidate in way.candidates(samples, planned)]
             with timed(seconds, "schedule"):
-                found = best(candidates, self.settings.schedule)
-                if found is not None:
+                if (found := best(candidates, self.settings.schedule)) is not None:
                     candidate, scheduled = found
                     return candidate.spread(scheduled) if candidate.spread else (candidate.samples, scheduled)
             for candidate in candidates:
@@ -214,6 +213,7 @@ class Planner:
             transfers=s.transfers,
             split_backward="off" if forward_only else s.effective_split_backward,
             corrections=s.corrections,
+            precedents=s.precedents if s.searches and not forward_only else (),
         )
 
     def in_flight_options(self) -> IntArray:
@@ -221,10 +221,6 @@ class Planner:
         full = np.arange(self.layout.stages, 0, -1) * self.layout.chunks
         most = sorted({int(full[0]), -(-int(full[0]) // 2), 1}, reverse=True)
         return np.asarray(np.minimum(full, np.array(most)[:, None]))
-
-    def fits_alone(self, samples: Samples) -> BoolArray:
-        """Whether each sample fits as a micro-batch of its own, alone in flight: bool[samples]."""
-        return fits_alone(self.problem(samples))
 
 
 def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: ScheduledBatch) -> tuple[ReplicaPlan, ...]:
@@ -251,15 +247,16 @@ def replica_plans(settings: PlannerSettings, samples: Samples, scheduled: Schedu
             receive_ahead=scheduled.costs.transfers.receive_ahead,
         )
         lists = lower(schedule.order, topology)
-        plan = ReplicaPlan(
-            micro_batches=tuple(_micro_batch(settings, samples, scheduled, int(row), number) for row in rows),
-            stages=tuple(
-                StagePlan(stage=stage, instructions=instructions, predicted=schedule.timeline[stage])
-                for stage, instructions in enumerate(lists)
-            ),
-            predicted_ns=schedule.makespan_ns,
+        plans.append(
+            ReplicaPlan(
+                micro_batches=tuple(_micro_batch(settings, samples, scheduled, int(row), number) for row in rows),
+                stages=tuple(
+                    StagePlan(stage=stage, instructions=instructions, predicted=schedule.timeline[stage])
+                    for stage, instructions in enumerate(lists)
+                ),
+                predicted_ns=schedule.makespan_ns,
+            )
         )
-        plans.append(plan)
     stages = tuple(StagePlan(stage=stage, instructions=(), predicted=()) for stage in range(layout.stages))
     idle = ReplicaPlan(micro_batches=(), stages=stages, predicted_ns=0)
     return (*plans, *[idle] * (settings.data_parallel - len(plans)))
@@ -289,7 +286,5 @@ def _micro_batch(
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Add the block's wall-clock time to `seconds[name]`."""
     start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

@@ -78,8 +78,7 @@ class BatchProblem:
         layout: layers per virtual stage.
         model_state_bytes: int64[stages].
         memory_limit_bytes: memory of one device, model state included.
-        in_flight: int64[options, stages], micro-batches that a stage holds at once, sharing its memory; the order is
-            partitioned for each option.
+        in_flight: int64[options, stages], micro-batches that share a stage's memory; the order is partitioned for each.
         replicas: data-parallel replicas.
         links: what messages between stages take.
         bytes_per_position: bytes of one hidden state, as it is sent.
@@ -87,8 +86,7 @@ class BatchProblem:
         forward_only: no backward runs and nothing is kept for it.
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
-        chains: int32[samples], where samples are cut: which one each is a piece of, -1 for whole ones. Pieces of one
-            follow one another.
+        chains: int32[samples], where samples are cut: which one each is a piece of, in order, -1 for whole ones.
         piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces cost more (`costing.pieces`).
         split_backward: whether backward passes may be divided: where that is faster, or all that can be.
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
@@ -96,7 +94,7 @@ class BatchProblem:
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
         enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
-        corrections, length_multiple: as in `PlannerSettings`.
+        corrections, length_multiple, precedents: as in `PlannerSettings`.
     """
 
     inputs: IntArray
@@ -125,6 +123,7 @@ class BatchProblem:
     enough_ns: int = 0
     corrections: tuple[tuple[int, int, int], ...] = ()
     length_multiple: int = LENGTH_MULTIPLE
+    precedents: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     @cached_property
     def native(self) -> core.BatchProblem:
@@ -133,7 +132,7 @@ class BatchProblem:
         Raises:
             PlanningError: lengths, costs or settings outside what 64-bit sums can hold; the message names which.
         """
-        layout = self.layout
+        layout, width = self.layout, 3 + self.layout.virtual_stages
         kinds = self.modes[0].kinds if self.modes else ()
         modules = np.array([kinds.index(kind) for kind in layout.modules], np.int64)
         labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
@@ -174,6 +173,7 @@ class BatchProblem:
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
                 row_multiple=self.length_multiple,
+                precedents=[(over, np.array(rows, np.int64).reshape(-1, width)) for over, rows in self.precedents],
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error

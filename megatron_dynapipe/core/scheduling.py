@@ -63,14 +63,12 @@ def schedule_batch(
     may_reorder = searchable and chosen.method != "adaptive"
     if may_reorder and BatchLayout.PACKED in problem.batch_layouts:
         return _rescheduled(problem, partitioned, chosen)
-    if searchable and chosen.method == "adaptive":
-        searched = _searched(problem, partitioned, chosen)
-        if searched is not None:
-            if problem.split_backward == "on":
-                return searched
-            candidates.append(searched)
-            # A search of padded micro-batches begins with 1F1B: list scheduling may refuse one that has memory.
-            chosen = replace(chosen, method="1f1b")
+    if searchable and chosen.method == "adaptive" and (found := searched(problem, partitioned, chosen)) is not None:
+        if problem.split_backward == "on":
+            return found
+        candidates.append(found)
+        # A search of padded micro-batches begins with 1F1B: list scheduling may refuse one that has memory.
+        chosen = replace(chosen, method="1f1b")
     stalled: StallError | None = None
     for partition in partitioned.partitions:
         try:
@@ -86,9 +84,12 @@ def schedule_batch(
     return min(candidates, key=lambda scheduled: scheduled.makespan_ns, default=None)
 
 
-def _searched(problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings) -> ScheduledBatch | None:
-    """The best solution of the search, or None where it finds none within the memory."""
-    solution = search(problem, partitioned, evaluations=chosen.search_evaluations, seed=chosen.seed)
+def searched(
+    problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings, *, following: bool = False
+) -> ScheduledBatch | None:
+    """The best solution of the search, or None where it finds none within the memory; as `search.search`."""
+    evaluations, seed = chosen.search_evaluations, chosen.seed
+    solution = search(problem, partitioned, evaluations=evaluations, seed=seed, following=following)
     if not solution:
         return None
     members = [micro_batch for replica in solution for micro_batch in replica.members]
@@ -117,14 +118,13 @@ def _rescheduled(
     problem: BatchProblem, partitioned: OrderedPartitions, chosen: ScheduleSettings
 ) -> ScheduledBatch | None:
     """The search's micro-batches, their passes ordered by another method; None where that does not fit the memory."""
-    searched = _searched(problem, partitioned, chosen)
-    if searched is None:
+    if (found := searched(problem, partitioned, chosen)) is None:
         return None
     try:
-        schedules = [schedule(searched.costs.take(rows), chosen) for rows in searched.replicas]
+        schedules = [schedule(found.costs.take(rows), chosen) for rows in found.replicas]
     except InfeasibleError:
         return None
-    return replace(searched, schedules=schedules)
+    return replace(found, schedules=schedules)
 
 
 def _scheduled(

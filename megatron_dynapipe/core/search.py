@@ -17,15 +17,12 @@ the pipeline, and a policy of list scheduling (`schedules.list_scheduling`). A m
     reassign       gives a micro-batch to another replica, or exchanges two
 
 and is judged by the makespan of the slowest replica, list-scheduled within every stage's memory. Worse solutions are
-accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). The last
-fifth of the search robustifies: of policies and mutations that predict no longer a time, it accepts those whose order,
-kept as it is, takes less time over a few draws of jitter in the passes' times. (With several chunks per stage there is
-no such part.)
+accepted within a margin of the best that shrinks to nothing (threshold accepting, Dueck and Scheuer 1990). With one
+chunk per stage a last part robustifies: of policies and mutations that predict no longer a time, it accepts those whose
+order, kept as it is, takes less time over a few draws of jitter in the passes' times.
 
-The search is bounded by a number of evaluations and seeded, so that the same batch has the same plan anywhere. Plain
-1F1B over every partition is among the solutions it begins with (`csrc/search/search.cpp`). Packed rows to begin with
-are made natively (`csrc/search/packed_starts.h`); of the best six, two and then one go on, of few rows sixteen, eight,
-four, two and one. A climb from packed rows ends where a quarter of its evaluations gained less than a ten-thousandth.
+Searches are bounded by evaluations and seeded: the same batch has the same plan anywhere. They begin with plain 1F1B
+over every partition, with packed rows (`csrc/search/packed_starts.h`) or with other batches' plans (`precedents.h`).
 """
 
 import logging
@@ -51,8 +48,7 @@ LEAST, MOST = 2500, 8000
 DEFAULT_EVALUATIONS = -1
 """Leaves the number to the core, which knows how many packed rows there are (`csrc/search/search.cpp`)."""
 LARGE_BUDGET = 7_500_000
-"""Micro-batches on chunks of one replica that a search schedules at most by default, so that batches of more than 3000
-micro-batches are searched with fewer than `LEAST` evaluations."""
+"""Micro-batches on chunks of one replica that a search schedules at most by default, if need be with fewer."""
 
 
 @cache
@@ -108,7 +104,12 @@ def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | Non
 
 
 def search(
-    problem: BatchProblem, partitioned: OrderedPartitions, *, evaluations: int | None, seed: int
+    problem: BatchProblem,
+    partitioned: OrderedPartitions,
+    *,
+    evaluations: int | None,
+    seed: int,
+    following: bool = False,
 ) -> list[ReplicaSolution]:
     """The best solution found from the given partitions, per replica; an empty list where none fits the memory.
 
@@ -118,6 +119,7 @@ def search(
         evaluations: schedules to try after the ones it begins with; None takes `default_evaluations`, and none on one
             stage of one replica.
         seed: draws the mutations.
+        following: begin with the precedents alone, with few evaluations; nothing where that leads to no plan as good.
 
     Raises:
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
@@ -136,7 +138,7 @@ def search(
     partitions = [(partition.sizes, partition.modes) for partition in enough]
     try:
         replicas = problem.native.search(
-            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed
+            order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed, following=following
         )
     except ValueError as error:
         raise PlanningError(f"the batch's plan cannot be searched: {error}") from error

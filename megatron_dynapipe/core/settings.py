@@ -19,6 +19,8 @@ single experts within a factor of about two (Wang et al., "Auxiliary-Loss-Free L
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Percent = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+Precedent = tuple[_AtLeastOne, tuple[tuple[int, ...], ...]]
+"""Of a plan: time over its batch's estimate, in millionths; rows as they enter: replica, positions, modes by stage."""
 
 
 def check_fields(record: msgspec.Struct) -> None:
@@ -66,6 +68,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             is faster, never, or all that can be.
         corrections: percent of what costs say that each virtual stage's forward passes take, and both halves of its
             backward ones; empty where costs stand as they are.
+        precedents: plans of other batches; a search that comes as near to its estimate by following one ends early.
     """
 
     model: Model
@@ -96,6 +99,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slices: Annotated[int, msgspec.Meta(ge=LENGTH_MULTIPLE)] | Literal["auto", "off"] = "off"
     split_backward: SplitBackward = "off"
     corrections: tuple[tuple[Percent, Percent, Percent], ...] = ()
+    precedents: tuple[Precedent, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

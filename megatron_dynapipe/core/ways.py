@@ -2,9 +2,8 @@
 
     samples, problem ── ways ──► candidates ── start every one ──► the promising ── search ──► the fastest schedule
 
-A way (`ways`) proposes candidates, `best` decides among them: by where their searches start, which takes a
-part of the time of a search, and by the schedules that these find. Rules of transfers under which a candidate has no
-order are relaxed here, and nowhere else.
+A way (`ways`) proposes candidates, `best` decides among them: by where their searches start, and by what these find.
+Rules of transfers under which a candidate has no order are relaxed here, and nowhere else.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from megatron_dynapipe.core.native import FEW_ROWS
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import OrderedPartitions
 from megatron_dynapipe.core.problem import BatchProblem
-from megatron_dynapipe.core.scheduling import ScheduledBatch, schedule_batch
+from megatron_dynapipe.core.scheduling import ScheduledBatch, schedule_batch, searched
 from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
@@ -58,8 +57,7 @@ class Candidate:
     @cached_property
     def _problems(self) -> list[BatchProblem]:
         """The problem under its rules of transfers, and under each that may be tried where every order stalls."""
-        relaxed = [replace(self.problem, transfers=rules) for rules in self.problem.transfers.relaxed()]
-        return [self.problem, *relaxed]
+        return [self.problem, *(replace(self.problem, transfers=r) for r in self.problem.transfers.relaxed())]
 
     def start(self, most: int | None = None) -> Start | None:
         """The start of a search, by the first rules of transfers that allow any; None as `search.start` returns it."""
@@ -112,12 +110,16 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
     Two are searched: the default, and the other one that is ahead where searches start, if there is one. The default
-    is left out if the other's schedule is as fast as any can be.
+    is left out if the other's schedule is as fast as any can be, the other if the default follows a precedent.
 
     Raises:
         StallError: every order of one that is searched stalls.
     """
     default = next((candidate for candidate in candidates if candidate.is_default), None)
+    if default is not None and default.problem.precedents:
+        following = searched(default.problem, default.partitioned, chosen, following=True)
+        if following is not None:
+            return default, following
     ahead = default if len(candidates) == 1 and default is not None else _ahead(candidates)
     found: tuple[Candidate, ScheduledBatch] | None = None
     least = 0

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.choosing.precedents import precedents_of
+from megatron_dynapipe.core.batch import GlobalBatch
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.digests import file_digest
@@ -17,6 +19,9 @@ from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 from megatron_dynapipe.store.codec import encode_entries
 
 logger = logging.getLogger(__name__)
+
+FOLLOWED = 3
+"""First training batches of a run, whose plans all later ones follow (`choosing.precedents`)."""
 
 _DRAWN_BY = (".idx", ".ends.npy", ".tasks.npy", ".spans.npy")
 """Ends of the names of files by which samples are drawn: lengths and ends, tasks, what is learned of inputs."""
@@ -39,7 +44,7 @@ class PlannedSplits:
         """
         self._inputs = inputs
         self._planner = planner_of(inputs.planner, inputs.costs.load())
-        self._corrected: dict[int, Planner] = {}
+        self._following: dict[int, Planner] = {}
         self._evaluations = {split.name: split.evaluation for split in inputs.splits}
         self._first = {split.name: split.first_iteration for split in inputs.splits}
         self._samplers = {split.name: split_sampler(Path(inputs.data_folder), split) for split in inputs.splits}
@@ -59,15 +64,33 @@ class PlannedSplits:
             place = iteration % evaluation % (sampler.batches.count or evaluation)
         with self._drawing:  # samplers keep what they have drawn
             batch = sampler.batch(place)
-        planner = self._planner if correction is None else self._planner_with(correction)
+        if evaluation is not None or (iteration < FOLLOWED and correction is None):
+            planner = self._planner
+        else:
+            planner = self._planner_with(split, correction)
         return encode_entries(planner.plan(batch, iteration, forward_only=evaluation is not None))
 
-    def _planner_with(self, correction: Correction) -> Planner:
-        """A planner of corrected costs, kept for the iterations that follow."""
-        if correction.number not in self._corrected:
-            settings = msgspec.structs.replace(self._inputs.planner, corrections=correction.percents)
-            self._corrected = {correction.number: planner_of(settings, self._inputs.costs.load())}
-        return self._corrected[correction.number]
+    def _planner_with(self, split: str, correction: Correction | None) -> Planner:
+        """A planner of these costs whose plans follow those of the run's first batches, kept for later iterations."""
+        number = 0 if correction is None else correction.number
+        with self._drawing:
+            if number not in self._following:
+                planner = self._planner
+                if correction is not None:
+                    settings = msgspec.structs.replace(planner.settings, corrections=correction.percents)
+                    planner = planner_of(settings, self._inputs.costs.load())
+                precedents = precedents_of(planner, batches_from_first(self._inputs, split, FOLLOWED)[0])
+                self._following = {number: planner.changed(precedents=precedents)}
+            return self._following[number]
+
+
+def batches_from_first(inputs: PlanInputs, split: str, count: int) -> tuple[list[GlobalBatch], int]:
+    """A split's first batches, wherever this start begins, at most so many; and the samples of an epoch."""
+    settings = next(each.sampler for each in inputs.splits if each.name == split)
+    sampler = split_sampler(Path(inputs.data_folder), SplitSettings(name=split, sampler=settings))
+    most = sampler.batches.count
+    batches = [sampler.batch(iteration) for iteration in range(count if most is None else min(count, most))]
+    return batches, sampler.samples_per_epoch
 
 
 def drawn_by(files: Mapping[str, str]) -> dict[str, str]:

@@ -101,6 +101,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         planner = msgspec.to_builtins(self.planner)
         is_equal = planner.pop("modules_per_stage") is None
+        planner.pop("precedents")  # which follow from the rest
         parts = {
             "costs": self.costs.load().digest,
             "planner": planner | {"layers_per_stage": None if is_equal else self.planner.layout.layers_per_stage},

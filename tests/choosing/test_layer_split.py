@@ -14,7 +14,7 @@ from megatron_dynapipe.choosing import layer_split
 from megatron_dynapipe.choosing.layer_split import choose_layer_split
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.choosing.rescheduling import Rescheduler
-from megatron_dynapipe.core.batch import Samples
+from megatron_dynapipe.core.batch import Samples, fits_alone
 from megatron_dynapipe.core.costs import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.orders import Rule, list_schedule, policies
@@ -182,7 +182,8 @@ def test_no_sample_that_fitted_is_lost(lengths: list[int], head: int, room: int)
         found = (4, 4, 4)
     of_batch = Samples.of(batch_of(*samples), GPT)
     before, after = (
-        planner_of(run_settings(costs, split, **limit), costs).fits_alone(of_batch) for split in ((4, 4, 4), found)
+        fits_alone(planner_of(run_settings(costs, split, **limit), costs).problem(of_batch))
+        for split in ((4, 4, 4), found)
     )
     assert (after | ~before).all()
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.batch import fits_alone
 from megatron_dynapipe.core.errors import InfeasibleError, StallError
 from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
 from megatron_dynapipe.core.planner import Planner
@@ -151,7 +152,7 @@ def _with_memory(case: FreeCase, times: float) -> FreeCase:
     alone = 10**8
     while True:
         made = case.planner(memory_limit_bytes=state + alone)
-        if made.fits_alone(made.samples(case.batch)).all():
+        if fits_alone(made.problem(made.samples(case.batch))).all():
             break
         alone = alone * 5 // 4
     while True:

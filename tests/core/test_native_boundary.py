@@ -59,6 +59,7 @@ def good() -> dict[str, Any]:
         "labels": ints(),
         "labelled": ints(),
         "corrections": ints(),
+        "precedents": [],
         "receive_ahead": -1,
         "ordered_starts": False,
         "division": 0,
@@ -67,8 +68,19 @@ def good() -> dict[str, Any]:
     }
 
 
+def row(*values: int) -> np.ndarray:
+    """A precedent's only one."""
+    return np.array([values], np.int64)
+
+
 def search_arguments() -> dict[str, Any]:
-    return {"order": ints(0, 1, 2), "partitions": [(ints(1, 2), ints(0, 0))], "evaluations": 50, "seed": 0}
+    return {
+        "order": ints(0, 1, 2),
+        "partitions": [(ints(1, 2), ints(0, 0))],
+        "evaluations": 50,
+        "seed": 0,
+        "following": False,
+    }
 
 
 def test_good_input() -> None:
@@ -126,6 +138,11 @@ def put(index: tuple[int, ...], value: int) -> Any:
         ({"cuts": ints(-1)}, "cuts in order between modules"),
         ({"kinds": 3}, "as many grid values"),
         ({"kinds": -1}, "between 1 and 4096 kinds"),
+        ({"precedents": [(10**6, row(0, 8, 0))]}, "rows of precedents with a mode for every stage"),
+        ({"precedents": [(0, row(0, 8, 0, 0, 0))]}, "rows of precedents with a mode for every stage"),
+        ({"precedents": [(10**6, row(-1, 8, 0, 0, 0))]}, "rows of precedents on replicas"),
+        ({"precedents": [(10**6, row(0, 8, -8, 0, 0))]}, "rows of precedents on replicas"),
+        ({"precedents": [(10**6, row(0, 8, 0, 0, 1))]}, "rows of precedents with modes that there are"),
         ({"corrections": ints(100, 100)}, "three corrections for every stage"),
         ({"corrections": ints(100, 0, 100, 100, 100, 100)}, "corrections from 1 to 1000 percent"),
         ({"corrections": ints(*[100] * 5, 1001)}, "corrections from 1 to 1000 percent"),
@@ -309,6 +326,8 @@ def test_fuzz(data: st.DataObject) -> None:
                 changed.flat[place] = data.draw(numbers)
                 axis = data.draw(arrays)
                 arguments[name] = [(data.draw(st.sampled_from([sizes, axis])), inputs, targets, changed, separate)]
+            case "precedents":
+                arguments[name] = [(data.draw(numbers), np.array([data.draw(arrays)[:5]], np.int64))]
             case _ if name in TYPED:
                 arguments[name] = TYPED[name](data.draw(arrays))
             case "packed":
@@ -330,8 +349,9 @@ def test_fuzz(data: st.DataObject) -> None:
     assert sorted(order) == list(range(samples))
     found = [(ints(*sizes), ints(*modes)) for sizes, modes, _, _ in partitions if sizes]
     assert all(sizes.sum() == samples for sizes, _ in found)
-    for placed, sizes, modes, packed, *_ in problem.search(
-        order=ints(*order), partitions=found, evaluations=20, seed=0
-    ):
-        assert sum(sizes) == len(placed)
-        assert len(sizes) == len(packed) and len(modes) == len(sizes) * (len(arguments["cuts"]) + 1)
+    for following in (False, True):
+        for placed, sizes, modes, packed, *_ in problem.search(
+            order=ints(*order), partitions=found, evaluations=20, seed=0, following=following
+        ):
+            assert sum(sizes) == len(placed)
+            assert len(sizes) == len(packed) and len(modes) == len(sizes) * (len(arguments["cuts"]) + 1)

@@ -172,7 +172,7 @@ def test_experts_of_the_last_layer_cost_what_counts_where_they_run_that(
 def check_times_of_search(problem: BatchProblem, *, evaluations: int, seed: int = 0) -> int:
     """Micro-batches that a search has found; their orders take, at prices from scratch, what it has said."""
     every = np.arange(len(problem.inputs))
-    found = problem.native.search(order=every, partitions=[], evaluations=evaluations, seed=seed)
+    found = problem.native.search(order=every, partitions=[], evaluations=evaluations, seed=seed, following=False)
     stages = problem.layout.stages
     chunks = problem.layout.chunks
     for samples, sizes, modes, packed, passes, time_ns in found:
