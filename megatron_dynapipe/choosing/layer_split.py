@@ -17,7 +17,6 @@ import numpy as np
 
 from megatron_dynapipe.choosing.evenest import evenest
 from megatron_dynapipe.choosing.planners import planner_over, tables_of
-from megatron_dynapipe.choosing.precedents import precedent_of
 from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
 from megatron_dynapipe.core.batch import GlobalBatch, Samples, fits_alone
 from megatron_dynapipe.core.costs import ABSENT, Quantity
@@ -26,7 +25,7 @@ from megatron_dynapipe.core.model import LayerSplit, ModuleSplit
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BoolArray
-from megatron_dynapipe.core.settings import PlannerSettings, Precedent
+from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.model import CostModel
 from megatron_dynapipe.costing.splits import even_layer_split
@@ -57,10 +56,6 @@ NEAREST = 6
 
 MORE_CHUNKS = (2, 4)
 """Virtual stages of a rank to choose among, in addition to one."""
-
-EASY = 1.1
-"""Plans under other splits follow those of the first one of as many virtual stages (`choosing.precedents`), and may
-come so many times as far above their estimates: they only tell splits apart."""
 
 LEAST_GAIN = 0.01
 """More chunks send more messages, so they must be faster by this share."""
@@ -163,7 +158,6 @@ class _Trials:
         self._rescheduler = Rescheduler(settings, self._tables, _share_that_counts(batches))
         self._known, self._plans = [[self._alone()]], list[IterationPlan]()
         self._scheduled: dict[ModuleSplit, int] = {}
-        self._precedents: dict[int, tuple[Precedent, ...]] = {}
 
     @property
     def know_modules(self) -> bool:
@@ -284,15 +278,7 @@ class _Trials:
                 self.results[split] = UNPLANNED, []
             else:
                 self.results[split] = sum(plan.totals.predicted_ns for plan in planned), planned
-                if planner is not None and len(split) not in self._precedents:
-                    self._precedents[len(split)] = self._followed(planner, planned)
         return self.results[split][0]
-
-    def _followed(self, planner: Planner, plans: Sequence[IterationPlan]) -> tuple[Precedent, ...]:
-        """What plans of the batches under other splits of as many virtual stages follow."""
-        pairs = zip(self._batches, plans, strict=True)
-        found = [precedent_of(planner, batch, plan) for batch, plan in pairs]
-        return tuple((round(EASY * each[0]), each[1]) for each in found if each is not None)
 
     def _scheduled_ns(self, split: ModuleSplit) -> int:
         """Time of the known micro-batches under the split, all batches together."""
@@ -340,7 +326,6 @@ class _Trials:
             modules_per_stage=split,
             chunks=len(split) // self._settings.pipeline_parallel,
             schedule=schedule,
-            precedents=self._precedents.get(len(split), ()),
         )
         try:
             return planner_over(settings, self._tables, costs_digest=self._costs_digest)
