@@ -44,9 +44,9 @@ BOUNDS: Mapping[str, float] = {
     "flags": 30,
     "files of the core": 26,
     # Records of costs, links and batches stand in it (200 lines), so that no reader is sent out.
-    # Teams brought 65: shares of micro-batches, sizes, and what is compared of replicas planned apart; eight bits 6:
-    # multiples of lengths.
-    "lines of the core": 5_790,
+    # Teams brought 65: shares of micro-batches, sizes, and what is compared of replicas planned apart; multiples of
+    # lengths 6; plans that other plans follow 8.
+    "lines of the core": 5_800,
     "files it imports besides": 0,
 }
 """The most of each: lower a bound when a change makes it possible, and raise none without saying here why."""

@@ -173,7 +173,10 @@ class BatchProblem:
                 division=SPLIT_BACKWARD[self.split_backward],
                 enough=self.enough_ns,
                 row_multiple=self.length_multiple,
-                precedents=[(over, np.array(rows, np.int64).reshape(-1, width)) for over, rows in self.precedents],
+                precedents=[
+                    (over_estimate, np.array(rows, np.int64).reshape(-1, width))
+                    for over_estimate, rows in self.precedents
+                ],
             )
         except ValueError as error:
             raise PlanningError(f"the batch cannot be planned: {error}") from error

@@ -97,7 +97,8 @@ def searched(
     shapes = [problem.shape(*micro_batch) for micro_batch in zip(members, batch_layouts, strict=True)]
     modes = np.concatenate([replica.modes for replica in solution])
     costs, _ = problem.costs_of(members, batch_layouts, modes)
-    replicas = np.split(np.arange(len(members)), np.cumsum([len(replica.members) for replica in solution])[:-1])
+    ends = np.cumsum([len(replica.members) for replica in solution])
+    replicas = np.split(np.arange(len(members)), ends[:-1])
     may_be_plain = problem.chains is None and problem.split_backward != "on"
     schedules = [
         predict(one, replica.order, *([one_f_one_b_within_memory(one)] if may_be_plain else []))
@@ -195,7 +196,8 @@ def _greedy(times: IntArray, replicas: int) -> IntArray:
     warmup = total - times.max(axis=1)
     owner = np.zeros(len(times), np.int64)
     work = np.zeros((replicas, times.shape[1]), np.int64)
-    longest, count = np.zeros(replicas, np.int64), np.zeros(replicas, np.int64)
+    longest = np.zeros(replicas, np.int64)
+    count = np.zeros(replicas, np.int64)
     for index in np.lexsort((np.arange(len(times)), -total)):
         ends = (work + times[index]).max(axis=1) + np.maximum(longest, warmup[index])
         replica = int(np.lexsort((np.arange(replicas), ends, count > 0))[0])  # replicas without any first
@@ -230,7 +232,8 @@ def _after_exchange(rows: IntArray, theirs: IntArray) -> IntArray:
     """The later end of two replicas once the first gives i and takes j - 1 (nothing where j is 0): `[i, j]`."""
     theirs = np.concatenate([np.zeros((1, theirs.shape[1]), np.int64), theirs])
     exchanged = theirs[None] - rows[:, None]
-    my_work, their_work = (rows.sum(axis=0) + exchanged).max(axis=2), (theirs.sum(axis=0) - exchanged).max(axis=2)
+    my_work = (rows.sum(axis=0) + exchanged).max(axis=2)
+    their_work = (theirs.sum(axis=0) - exchanged).max(axis=2)
     my_warmup, their_warmup = (times.sum(axis=1) - times.max(axis=1) for times in (rows, theirs))
     my_end = my_work + np.maximum(_largest_of_others(my_warmup)[:, None], their_warmup)
     their_end = their_work + np.maximum(my_warmup[:, None], _largest_of_others(their_warmup))
