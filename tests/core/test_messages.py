@@ -72,7 +72,7 @@ def test_orders_are_counted_with_the_messages_of_their_lists(
 
 @pytest.mark.parametrize("family", ModelFamily)
 @pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("limit_mb", [40, 24])
+@pytest.mark.parametrize("limit_mb", [40, 30])
 def test_plans_leave_messages_room(family: ModelFamily, forward_only: bool, limit_mb: int) -> None:
     """Searched plans fill all memory, and are not found to exceed it by messages."""
     limit = {"memory_limit_bytes": limit_mb * 10**6, "pipeline_parallel": 4, "element_bytes": 4}

@@ -128,7 +128,7 @@ def test_few_samples_go_to_replicas_of_their_own_and_others_are_idle(
     st.lists(st.one_of(st.integers(2, 12), st.integers(100, 1000)), min_size=1, max_size=9),
     st.integers(1, 5),
     st.sampled_from([(BatchLayout.PACKED,), tuple(BatchLayout)]),
-    st.sampled_from([10**11, 50_000_000]),
+    st.sampled_from([10**11, 55_000_000]),
 )
 @hypothesis.settings(max_examples=examples(40))
 def test_packed_rows_for_any_lengths_on_any_replicas(lengths, replicas, layouts, memory) -> None:

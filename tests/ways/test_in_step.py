@@ -30,7 +30,7 @@ def counts(plan: IterationPlan) -> list[int]:
 
 @pytest.mark.parametrize("lengths", [[1000, 900, 800], [1500], [700, 600, 300, 200, 20, 10, 9]])
 def test_a_replica_without_a_sample_at_a_position_gets_a_filler(lengths: list[int]) -> None:
-    plan = planned(lengths, slices="off", memory_limit_bytes=60 * 10**6, recompute=(Recompute.FULL,))
+    plan = planned(lengths, slices="off", memory_limit_bytes=73 * 10**6, recompute=(Recompute.FULL,))
     verify(plan, expected_samples=range(len(lengths)))
     assert codec.decode_plan(codec.encode(plan)) == plan
     fillers = [each for replica in plan.replicas for each in replica.micro_batches if each.is_filler]
@@ -80,15 +80,15 @@ def changed(plan: IterationPlan, replica: int, **changes: object) -> IterationPl
 
 
 def test_the_verifier_names_the_first_position_that_differs() -> None:
-    plan = planned([1500, 1400, 700, 600, 30], memory_limit_bytes=60 * 10**6, recompute=(Recompute.FULL,))
+    plan = planned([1500, 1400, 700, 600, 30], memory_limit_bytes=73 * 10**6, recompute=(Recompute.FULL,))
     last = counts(plan)[0] - 1
     with pytest.raises(PlanError, match=rf"replicas 0 and 1 run in step: .* one kind at position {last}, got .*none"):
         verify(changed(plan, 1, recompute=(Recompute.NONE,) * 2))
-    longer = planned([1500, 1400, 700, 600, 30, 1300, 1200], memory_limit_bytes=60 * 10**6, recompute=(Recompute.FULL,))
+    longer = planned([1500, 1400, 700, 600, 30, 1300, 1200], memory_limit_bytes=73 * 10**6, recompute=(Recompute.FULL,))
     mixed = msgspec.structs.replace(plan, replicas=(plan.replicas[0], longer.replicas[1]))
     with pytest.raises(PlanError, match="replicas 0 and 1 run in step: expected micro-batches of one kind at position"):
         verify(mixed)
-    alone = msgspec.structs.replace(planned([1000, 900, 800], memory_limit_bytes=60 * 10**6), in_step=1)
+    alone = msgspec.structs.replace(planned([1000, 900, 800], memory_limit_bytes=73 * 10**6), in_step=1)
     with pytest.raises(PlanError, match="expected samples, got none"):
         verify(alone)
     with pytest.raises(PlanError, match="expected groups of replicas in step that divide 2, got 3"):
@@ -96,7 +96,7 @@ def test_the_verifier_names_the_first_position_that_differs() -> None:
 
 
 def test_the_verifier_names_the_first_pass_that_differs() -> None:
-    plan = planned([1500, 1400, 1300, 1200, 1100, 1000], memory_limit_bytes=60 * 10**6, recompute=(Recompute.FULL,))
+    plan = planned([1500, 1400, 1300, 1200, 1100, 1000], memory_limit_bytes=73 * 10**6, recompute=(Recompute.FULL,))
     share = plan.replicas[1]
     stage = share.stages[0]
     swapped = [*stage.instructions]

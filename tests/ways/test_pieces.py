@@ -263,7 +263,7 @@ def test_evaluations_and_samples_that_come_twice_stay_whole() -> None:
     ("changes", "said"),
     [
         ({"family": ModelFamily.T5, "decoder_layers": 32}, "every position of a T5's encoder attends to all of them"),
-        ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "pieces run in packed rows"),
+        ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "pieces and shares run in packed rows"),
     ],
 )
 def test_pieces_where_there_can_be_none_are_refused(changes: dict[str, object], said: str) -> None:
