@@ -33,10 +33,10 @@ def differences(*, rank: int, world_size: int) -> dict[str, dict[str, float]]:
             positions = torch.arange(len(tokens) - 1)[None]
             alone(tokens[None, :-1], positions, None, labels=tokens[None, 1:]).sum().backward()
         equip([model]).channel.teams = {2: dist.group.WORLD}
-        found[name] = {layout: _apart(model, alone, samples, rank, layout) for layout in BatchLayout}
+        found[name] = {layout.value: _apart(model, alone, samples, rank, layout) for layout in BatchLayout}
         if name == "rotary positions":
             with kernel("kernel"):
-                in_kernel = {layout: _apart(model, alone, samples, rank, layout) for layout in BatchLayout}
+                in_kernel = {layout.value: _apart(model, alone, samples, rank, layout) for layout in BatchLayout}
             found[f"{name}, in a kernel"] = in_kernel
     return found
 
