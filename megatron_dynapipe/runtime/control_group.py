@@ -38,7 +38,11 @@ class ControlGroup:
 
     def broadcast_text(self, text: str, *, source: int = 0) -> str:
         """`text` of rank `source`, on every rank."""
-        return "".join(self.gather_texts(text if self.rank == source else ""))
+        data = _bytes(text.encode())
+        size = int(self._tree.broadcast(_bytes_of(torch.tensor([len(data)])), source=source).view(torch.int64))
+        if self.rank != source:
+            data = torch.zeros(size, dtype=torch.uint8)
+        return self._tree.broadcast(data, source=source).numpy().tobytes().decode() if size else ""
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """`values` of every rank, by rank; all of one shape."""

@@ -69,6 +69,20 @@ class RankTree:
         """On rank 0 the bytes of all ranks, by rank; on the others some of them."""
         return self._start(lambda: self._up(data, sizes))()
 
+    def broadcast(self, data: torch.Tensor, *, source: int) -> torch.Tensor:
+        """The bytes of rank `source`; on the others `data` is as large, and overwritten."""
+
+        def run() -> torch.Tensor:
+            for ranks, group in self._levels:  # up to rank 0
+                holder = source - source % ranks.step
+                if holder == self.rank != ranks[0]:
+                    dist.send(data, group=group, group_dst=0)
+                elif self.rank == ranks[0] != holder and holder in ranks:
+                    dist.recv(data, group=group, group_src=ranks.index(holder))
+            return self._down(data, data.numel())
+
+        return self._start(run)()
+
     def _up(self, data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """What this rank has and those that it is the first of, which leaves it for its own first."""
         for ranks, group in self._levels:
