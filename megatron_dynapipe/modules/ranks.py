@@ -122,8 +122,7 @@ class Failures:
         self._size = control.size
         self._groups = [group for group in groups if dist.get_backend(group) == "gloo"]
         self._is_broken = False
-        top = control.groups[-1].group_name if control.groups else ""
-        self._key = f"dynapipe/failure/{control.broadcast_text(top)}"  # rank 0's: one for all
+        self._key = f"dynapipe/failure/{control.group.group_name}"
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

@@ -1,12 +1,13 @@
-"""Agreement of all ranks over gloo groups of its own: one text for all, one error for all."""
+"""Agreement of all ranks over a gloo group of its own: one text for all, one error for all."""
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_dynapipe.core.errors import DynaPipeError, PlanError, PlannerFailedError
-from megatron_dynapipe.runtime.rank_tree import RankTree
 
 _T = TypeVar("_T")
 _IDENTITY = 16
@@ -19,30 +20,32 @@ _DIGITS = 15
 
 
 class ControlGroup:
-    """All ranks, for small exchanges. Every rank makes it, and calls its methods, in the same order.
+    """A CPU process group over all ranks. Every rank makes it, and calls its methods, in the same order.
 
     Args:
         timeout_s: a rank that does not take part for this long fails the others.
 
     Attributes:
+        group: of torch.
         rank, size: this rank, and their number.
-        groups: of torch over which it exchanges with others, none of them with all.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self._tree = RankTree(timeout_s=timeout_s)
-        self.rank = self._tree.rank
-        self.size = self._tree.size
-        self.groups = self._tree.groups
-        self.close = self._tree.close
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "it has all ranks"
+        self.group = group
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
 
     def broadcast_text(self, text: str, *, source: int = 0) -> str:
         """`text` of rank `source`, on every rank."""
-        data = _bytes(text.encode())
-        size = int(self._tree.broadcast(_bytes_of(torch.tensor([len(data)])), source=source).view(torch.int64))
+        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        size = torch.tensor([len(text.encode())])
+        dist.broadcast(size, source, group=self.group)
         if self.rank != source:
-            data = torch.zeros(size, dtype=torch.uint8)
-        return self._tree.broadcast(data, source=source).numpy().tobytes().decode() if size else ""
+            data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
+        dist.broadcast(data, source, group=self.group)
+        return bytes(data.numpy().tobytes()[: int(size)]).decode()
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """`values` of every rank, by rank; all of one shape."""
@@ -50,28 +53,39 @@ class ControlGroup:
 
     def gather_texts(self, text: str) -> list[str]:
         """`text` of every rank, by rank."""
-        data, sizes = self._with_sizes(text.encode())
-        return [part.decode() for part in _divided(self._tree.start_gather(data, sizes)(), sizes)]
+        data = text.encode()
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        rows = self.gather(padded)
+        return [bytes(row.numpy().tobytes()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def collect(self, data: bytes) -> list[bytes]:
-        """On rank 0 `data` of every rank, by rank, each in its own size; on the others nothing."""
-        content, sizes = self._with_sizes(data)
-        collected = self._tree.collect(content, sizes)
-        return [] if self.rank else _divided(collected, sizes)
-
-    def _with_sizes(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
-        return _bytes(data), [int(size) for size in self.gather(torch.tensor([len(data)]))]
+        """On rank 0 `data` of every rank, by rank, each received in its own size; on the others nothing."""
+        size = torch.tensor([len(data)])
+        content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        if self.rank != 0:
+            dist.send(size, 0, group=self.group)
+            dist.send(content, 0, group=self.group)
+            return []
+        collected = [data]
+        for rank in range(1, self.size):
+            dist.recv(size, rank, group=self.group)
+            content = torch.empty(max(int(size), 1), dtype=torch.uint8)
+            dist.recv(content, rank, group=self.group)
+            collected.append(content.numpy().tobytes()[: int(size)])
+        return collected
 
     def start_gather(self, values: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Start `gather`; call what is returned for its result."""
-        data = _bytes_of(values)
-        gathered = self._tree.start_gather(data, [data.numel()] * self.size)
-        return lambda: list(gathered().view(values.dtype).reshape(self.size, *values.shape))
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        work = dist.all_gather(gathered, values, group=self.group, async_op=True)
+        return lambda: _after(work, gathered)
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum `values`, on the host, over all ranks; call what is returned for the sum."""
-        gathered = self.start_gather(values)
-        return lambda: torch.stack(gathered()).sum(0, dtype=values.dtype)
+        work = dist.all_reduce(values, group=self.group, async_op=True)
+        return lambda: _after(work, values)
 
     def run_on_all(self, function: Callable[[], _T]) -> _T:
         """Call a function on every rank; if it fails on any, all raise."""
@@ -200,17 +214,10 @@ class StepAgreement:
             self._after.append(function)
 
 
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """A copy, which may be changed."""
-    return values.detach().clone().reshape(-1).view(torch.uint8)
-
-
-def _divided(data: torch.Tensor, sizes: Sequence[int]) -> list[bytes]:
-    return [part.numpy().tobytes() for part in data.split(list(sizes))]
+def _after[T](work: dist.Work | None, result: T) -> T:
+    assert work is not None, "this rank is in the group"
+    work.wait()
+    return result
 
 
 def _same_kind(text: str, source: int) -> DynaPipeError:

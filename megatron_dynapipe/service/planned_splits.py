@@ -71,7 +71,7 @@ class PlannedSplits:
         return encode_entries(planner.plan(batch, iteration, forward_only=evaluation is not None))
 
     def _planner_with(self, split: str, correction: Correction | None) -> Planner:
-        """A planner of these costs whose plans follow those of the run's first batches, kept for later iterations."""
+        """A planner of these costs whose plans follow the run's first ones, kept for later iterations."""
         number = 0 if correction is None else correction.number
         with self._drawing:
             if number not in self._following:

@@ -56,13 +56,6 @@ def test_methods_train_the_same_function(tmp_path):
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-def test_agreements_of_all_ranks_are_timed():
-    words = ("--processes", "3", "--rounds", "5", "--played", "64")
-    said = run_python("-m", "benchmarks.service.agreement", *words, timeout_s=240).stdout
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()[2:]]
-    assert [row[:2] for row in rows] == [["tree", "3"], ["mesh", "3"], ["tree, 15 of them played", "64"]]
-    assert all(int(row[2]) > 0 and float(row[4]) > 0 for row in rows)
-
 
 def test_the_choice_is_held_against_the_published_best_layout():
     said = run_python("-m", "benchmarks.tuning.run", "published", "--models", "gpt", "--lengths", "512").stdout

@@ -83,7 +83,7 @@ EXPERTS = (
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EVALUATED = "--eval-interval 2 --eval-iters 1"
-EIGHT_BITS = "--bf16 --fp8-format hybrid --fp8-recipe"
+EIGHT_BITS = "--no-stream-ckpt-dequant --bf16 --fp8-format hybrid --fp8-recipe"
 LONGER = "--max-position-embeddings 128 --seq-length"
 COMBINED = table(
     ("", Row("gpt", f"{OVERLAPPED} --bf16 --dynapipe-layout packed {EVALUATED}")),

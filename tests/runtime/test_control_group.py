@@ -53,58 +53,6 @@ def test_what_all_ranks_agree_on(rank):
         control.start_agreement(None, plan=OTHER if rank == 2 else SAME, what="iteration 4").settle()
 
 
-@in_ranks(7)
-def test_a_tree_of_groups_carries_what_one_group_would(rank):
-    """Seven ranks in pairs, pairs of pairs and one above: the last pair lacks its second rank."""
-    import torch
-
-    from megatron_dynapipe.runtime import rank_tree
-
-    rank_tree.WIDTH = 2
-    control, ranks = _control(), range(7)
-    assert len(control.groups) == [3, 1, 2, 1, 3, 1, 1][rank]
-    texts = [control.broadcast_text(f"{rank} ü" * rank, source=source) for source in ranks]
-    assert texts == [f"{source} ü" * source for source in ranks]
-    assert control.gather_texts("x" * rank) == ["x" * other for other in ranks]
-    assert control.collect(b"y" * rank) == ([b"y" * other for other in ranks] if rank == 0 else [])
-    rows = control.start_gather(torch.tensor([[rank, 0.5]]))
-    total = control.start_sum(torch.tensor([rank, 2], dtype=torch.int32))  # both are under way
-    assert [row.tolist() for row in rows()] == [[[other, 0.5]] for other in ranks]
-    assert total().tolist() == [21, 14]
-    with pytest.raises(OSError if rank == 5 else PlannerFailedError, match="full"):
-        control.start_agreement(OSError("full") if rank == 5 else None).settle()
-    thread = next(thread for thread in threading.enumerate() if thread.name == "rank-tree")
-    if rank % 2:
-        control.close()
-    del control, rows, total
-    thread.join(10)
-    assert not thread.is_alive(), "it ends with what it serves"
-
-
-@in_ranks(4)
-def test_a_rank_that_does_not_come_ends_the_others_wait(rank):
-    """It is awaited by the first of its pair alone, and through it by all, for as long as by one group."""
-    import time
-
-    import torch.distributed as dist
-
-    from megatron_dynapipe.runtime import rank_tree
-    from megatron_dynapipe.runtime.control_group import ControlGroup
-
-    rank_tree.WIDTH = 2
-    dist.init_process_group("gloo")
-    control = ControlGroup(timeout_s=2)
-    if rank == 3:
-        time.sleep(4)
-        return
-    began = time.monotonic()
-    agreement = control.start_agreement(None)
-    assert time.monotonic() - began < 1, "it is under way"
-    with pytest.raises(RuntimeError):
-        agreement.settle()
-    assert time.monotonic() - began < 15
-
-
 SAME, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 DIFFERENCES = [
     # what rank 0 and rank 1 hold, and what is found

@@ -142,7 +142,7 @@ def method_settings(method: str, longest: Longest, settings: PlannerSettings) ->
     replace = msgspec.structs.replace
     if method == "dynapipe":
         return replace(settings, partition=None)
-    settings = replace(settings, slices="off")
+    settings = replace(settings, slices="off", context_teams=1)
     if method in TRAINERS:
         if method == BRIDGE:
             row = Longest(max(longest.inputs, BRIDGE_ROW), longest.targets and max(longest.targets, BRIDGE_ROW))

@@ -137,6 +137,7 @@ def in_rows(settings: PlannerSettings, partition: PartitionSettings) -> PlannerS
         partition=partition,
         schedule=ScheduleSettings(method="1f1b"),
         slices="off",
+        context_teams=1,
         split_backward="off",
     )
 

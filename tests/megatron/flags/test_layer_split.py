@@ -61,16 +61,15 @@ SETTLED = {
     "gpt, layers": (ModelFamily.GPT, (3, 1), {}, "Ettt|tL", None),
     "gpt, the head alone": (ModelFamily.GPT, (4, 0), {}, "Etttt|L", None),
     "gpt, half layers of two chunks": (
-        ModelFamily.GPT, (1.5, 0.5, 2, 1), {"num_virtual_stages_per_pipeline_rank": 2}, "Et|t|tt|tL", None),
+        ModelFamily.GPT, (1.5, 0.5, 2, 1), {"num_virtual_stages_per_pipeline_rank": 2}, "Et,|t|tt|tL", None),
     "gpt, to be planned": (ModelFamily.GPT, "auto", {"num_layers": 5}, "Ettt|ttL", None),
-    "gpt, to be planned in halves": (ModelFamily.GPT, "auto", {"num_layers": 1}, "E|tL", None),
+    "gpt, to be planned in halves": (ModelFamily.GPT, "auto", {"num_layers": 1}, "E,|tL", None),
 }  # fmt: skip
 CONTRADICTED = {
     (1, 1, 1): ({}, "expected layers of 2 pipeline stages in --dynapipe-layers-per-stage, got 3 numbers: 1,1,1"),
     (2, 1): ({"num_virtual_stages_per_pipeline_rank": 2}, "of 2 pipeline stages with 2 virtual .* 2 numbers"),
     (1, 1): ({"pipeline_model_parallel_size": 1}, "expected layers of 1 pipeline stages .* got 2 numbers"),
     (3, 1): ({"decoder_first_pipeline_num_layers": 1}, "stage 3,1 or --decoder-first-pipeline-num-layers 1, got both"),
-    (1.5, 0.5): ({"use_dynapipe": True}, "expected whole layers on every stage of a model that a patched checkout"),
 }
 
 

@@ -23,6 +23,7 @@ from tests.helpers.processes import run_ranks
 
 NEWER = {"sequence_packing_scheduler", "use_varlen_dataset", "varlen_sbhd_validation", "dynamic_context_parallel"}
 NEWER |= {"varlen_mock_dataset_config_json"}
+NEWER |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
 """Arguments of Megatron's branches main and dev that 0.19 does not have."""
 TABLES = {
     "everywhere": EVERYWHERE,
@@ -73,6 +74,7 @@ def test_a_name_that_is_asked_for_is_refused_with_its_flag_and_its_reason(name: 
         use_dynapipe=table in ("everywhere", "experts", "scripts"),
         num_experts=4 if table == "experts" else None,
         transformer_impl="local" if table == "local" else "transformer_engine",
+        **({row.only_with: "asked"} if row.only_with else {}),
         **{name: value},
     )
     family = ModelFamily.T5 if table == "T5" else ModelFamily.GPT

@@ -119,7 +119,7 @@ def test_lengths_are_copied_from_pinned_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: steps.append("pinned") or tensor)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: steps.append((device.type, how)) or tensor)
     monkeypatch.setattr(metrics.training, "update_seqlen_stats_from_cu_seqlens", steps.append, raising=False)
-    micro_batches = [SimpleNamespace(input_lengths=[9, 5], pieces=())]
+    micro_batches = [SimpleNamespace(input_lengths=[9, 5], pieces=(), share=(1, 0))]
     entry = SimpleNamespace(family=ModelFamily.GPT, micro_batches=micro_batches)
     metrics.count_flops(SimpleNamespace(entry=entry), torch.device("cuda"))
     assert steps[:2] == ["pinned", ("cuda", {"non_blocking": True})] and steps[2].tolist() == [0, 8, 12]
