@@ -56,7 +56,6 @@ def test_methods_train_the_same_function(tmp_path):
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-
 def test_the_choice_is_held_against_the_published_best_layout():
     said = run_python("-m", "benchmarks.tuning.run", "published", "--models", "gpt", "--lengths", "512").stdout
     row = [cell.strip() for cell in said.splitlines()[-1].strip("|").split("|")]

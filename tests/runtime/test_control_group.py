@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 
