@@ -101,7 +101,7 @@ def _make_communicators(models: Sequence[Any], device: torch.device) -> None:
         for reduced in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
             used += [getattr(reduced, name, None) for name in _REDUCTION_GROUPS]
     for group in {id(group): group for group in used}.values():
-        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
+        if isinstance(group, dist.ProcessGroup):  # of one rank, too, which reductions use as they do others
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
