@@ -21,7 +21,8 @@ RUN_BY = {
         "megatron/flags/test_command_line.py",
         "--train-iters 2 --dynapipe-attention megatron",
     ),
-    "--dynapipe-attention auto": ("rehearsal/test_training.py", "Transformer Engine"),
+    # the default, in rows of layers of Transformer Engine
+    "--dynapipe-attention auto": ("rehearsal/test_training.py", "tensorwise --dynapipe-layout packed"),
     "--dynapipe-layers-per-stage 5,3": ("megatron/entry/test_hybrid.py", "--dynapipe-layers-per-stage 3,2,1,2"),
     "--dynapipe-layers-per-stage 4.5,3.5": (
         "megatron/entry/test_checkpoints.py",
