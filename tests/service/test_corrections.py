@@ -8,6 +8,7 @@ import pytest
 from megatron_dynapipe.service import PlanSource
 from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.loop import PlannerLoop
+from megatron_dynapipe.service.over_rows import ComparedSplits
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 
 PLACES = [(0, 0), (1, 1)]
@@ -32,7 +33,7 @@ def test_planners_and_nodes_make_the_same_plans_with_what_was_measured(settings,
     of_planners = PlanSource(job.inputs, store, job.keys, who="rank 0", deadline_s=60.0)
     here = PlanSource(job.inputs, None, job.keys, who="rank 1", deadline_s=60.0)
     trained = msgspec.structs.replace(job.inputs, splits=job.inputs.splits[:1])
-    loop = PlannerLoop(msgspec.structs.replace(job, inputs=trained), PlannedSplits(trained), store)
+    loop = PlannerLoop(msgspec.structs.replace(job, inputs=trained), ComparedSplits(trained), store)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     for iteration in range(7):
