@@ -48,7 +48,8 @@ void BatchMaker::forget_since(size_t kept, const std::vector<const MicroBatches*
 
 const MicroBatch* BatchMaker::make(const std::vector<int32_t>& samples, const Modes& modes, bool packed,
                                    const MicroBatch* like) {
-    if (samples.empty()) return nullptr;
+    if (samples.empty() || (!packed && !freedom_.padded)) return nullptr;
+    if (!std::all_of(modes.begin(), modes.end(), [&](size_t mode) { return freedom_.allows(mode); })) return nullptr;
     MicroBatch& batch = next();
     batch.packed = packed;
     batch.samples.assign(samples.begin(), samples.end());

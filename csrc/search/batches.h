@@ -1,6 +1,7 @@
 // The micro-batches that a search makes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -30,6 +31,16 @@ struct MicroBatch {
 // A solution's micro-batches of one replica, in the order in which they enter the pipeline.
 using MicroBatches = std::vector<const MicroBatch*>;
 
+// What may be chosen for a micro-batch.
+struct Freedom {
+    std::vector<size_t> modes = {};  // all where none is named
+    bool padded = true;
+
+    bool allows(size_t mode) const {
+        return modes.empty() || std::find(modes.begin(), modes.end(), mode) != modes.end();
+    }
+};
+
 // Makes micro-batches and keeps them.
 class BatchMaker {
 public:
@@ -45,6 +56,10 @@ public:
         uniform_.assign(problem_.modules.size(), mode);
         return make(samples, uniform_, packed);
     }
+
+    // From here on no other is made.
+    void restrict_to(Freedom freedom) { freedom_ = std::move(freedom); }
+    const Freedom& freedom() const { return freedom_; }
 
     // So many were made and are kept; the memory of those that are forgotten is used again.
     size_t kept() const { return kept_.size(); }
@@ -67,6 +82,7 @@ private:
     const Problem& problem_;
     CostCache& costs_;
     std::vector<int32_t> order_;
+    Freedom freedom_;
     std::deque<MicroBatch> made_;
     std::vector<MicroBatch*> kept_, forgotten_;  // of those; the last forgotten one is the next to be made
     std::vector<int32_t> places_, like_places_;  // buffers: samples as places in the problem

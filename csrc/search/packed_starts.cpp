@@ -2,36 +2,22 @@
 
 #include <algorithm>
 #include <iterator>
-#include <map>
 #include <numeric>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "checks.h"
+#include "search/budget.h"
 #include "search/options.h"
+#include "search/row_sizes.h"
 
 namespace dynapipe {
 namespace {
 
-using Share = CostCache::Share;
-
-constexpr int64_t kScale = 1024;
 constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
 constexpr int64_t kPlenty = 512;  // of memory, in 1024ths, that samples under their fastest modes leave to passes
 constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
-constexpr int64_t kSmallestRow = 64,
-                  kLeastRows = 4;           // of a replica; smaller rows than these only where batches are small
-constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
-constexpr size_t kRowSizes = 3;             // powers of two that are built, and the sizes half-way above them
-constexpr size_t kManySamples = 10'000;     // of more, powers of two alone are built: fewer starts are improved, too
-constexpr size_t kRowsCompared = 16;        // where a sample may go
-
-// Samples of equal lengths, which cost the same; of pieces each is alone.
-struct LengthClass {
-    int32_t sample;                // one of them, as a place in the problem
-    std::vector<int32_t> members;  // places in the order
-};
+constexpr size_t kRowsCompared = 16;      // where a sample may go
 
 // Time that each sample of a class saves by going to its next option, and what memory that takes.
 struct Upgrade {
@@ -40,91 +26,43 @@ struct Upgrade {
     int64_t saved, pressure;
 };
 
-class Starts {
+class Starts : RowSizes {
 public:
     Starts(const Problem& problem, CostCache& costs, BatchMaker& maker)
-        : problem_(problem), costs_(costs), maker_(maker), in_flight_(problem.stages()) {
-        const int64_t chunks = problem.chunks();
-        for (size_t v = 0; v < problem.modules.size(); ++v) {
-            const size_t stage = v % problem.stages();
-            in_flight_[stage] = (static_cast<int64_t>(problem.stages() - stage)) * chunks;
-        }
-        for (size_t i = 0; i < maker.samples(); ++i) {
-            const int32_t sample = maker.sample(i);
-            positions_.push_back(problem.input_positions[sample] + problem.target_positions[sample]);
-        }
-        classify();
-    }
+        : RowSizes(problem, costs, maker), maker_(maker) {}
 
     PackedStarts all() {
-        for (int64_t size : row_sizes()) {
+        const std::vector<int64_t> sizes = this->sizes();
+        for (int64_t size : sizes) {
             if (!cost(size)) continue;
             for (size_t fastest = 0; fastest < problem_.modes.size(); ++fastest)
                 if (build(size, fastest)) break;
         }
+        for (size_t mode = 0; mode < problem_.modes.size() && !problem_.pipeline.forward_only; ++mode)
+            uniform(mode, sizes[0]);
         return std::move(found_);
     }
 
-    std::vector<std::pair<int64_t, int64_t>> estimates();
-
 private:
-    // Rows of about `size` positions: as many as long samples need, and for the rest.
-    int64_t rows_of(const std::vector<int32_t>& samples, int64_t size) const {
-        int64_t long_ones = 0, rest = 0;
-        for (int32_t sample : samples) {
-            if (positions_[sample] >= size)
-                ++long_ones;
-            else
-                rest += positions_[sample];
-        }
-        return std::clamp<int64_t>(long_ones + (rest + size / 2) / size, 1, samples.size());
-    }
-
-    std::vector<int64_t> row_sizes();
+    void uniform(size_t mode, int64_t size);
+    int64_t evened(int64_t rows) const;
     bool cost(int64_t size);
-    int64_t estimate(int64_t size, int64_t rows);
     bool build(int64_t size, size_t fastest);
-    void classify();
     std::vector<Option> options(int32_t of_class, size_t fastest) const;
     void pressure_of(int32_t of_class, size_t mode, int64_t rows, int64_t times);
     void rows(int64_t size, int64_t width, std::vector<MicroBatches>& found);
     bool fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows, MicroBatches& out);
-    int64_t time(const Share& share) const {
-        return share.forward + (problem_.pipeline.forward_only ? 0 : share.backward);
-    }
-    bool is_piece(int32_t place) const { return problem_.is_piece(maker_.sample(place)); }
     void sort_chains(MicroBatches& rows) const;
-    int64_t room(size_t stage) const { return std::max<int64_t>(problem_.memory(stage), 0) / kScale + 1; }
     const std::vector<Share>& share(size_t mode, int32_t of_class) const {
         return shares_[mode * classes_.size() + of_class];
     }
 
-    const Problem& problem_;
-    CostCache& costs_;
     BatchMaker& maker_;
-    int64_t smallest_ = 0;
-    std::vector<int64_t> in_flight_, positions_;  // [stages], [samples by place in the order]
-    std::vector<LengthClass> classes_;
-    std::vector<int32_t> class_of_;           // [samples]
     std::vector<std::vector<Share>> shares_;  // [modes × classes][types of stages]; none where not covered
     std::vector<size_t> mode_of_;             // [samples]
     std::vector<int64_t> pressure_;           // [stages] memory that rows in flight take, in 2^-20 of what there is
     PackedStarts found_;
 };
-
-void Starts::classify() {
-    std::map<std::tuple<int64_t, int64_t, int64_t>, int32_t> of_lengths;
-    for (size_t i = 0; i < positions_.size(); ++i) {
-        const int32_t sample = maker_.sample(i);
-        const std::tuple its{problem_.input_positions[sample], problem_.target_positions[sample],
-                             problem_.counts_labels() ? problem_.labels[sample] : 0};
-        const int32_t next = classes_.size();
-        const int32_t of_class = is_piece(i) ? next : of_lengths.try_emplace(its, next).first->second;
-        if (of_class == next) classes_.push_back({sample, {}});
-        classes_[of_class].members.push_back(i);
-        class_of_.push_back(of_class);
-    }
-}
 
 // What samples cost in rows of a size; whether every one can run in such.
 bool Starts::cost(int64_t size) {
@@ -139,76 +77,12 @@ bool Starts::cost(int64_t size) {
     return true;
 }
 
-// Work of the busiest stage and one row on all stages, of one chunk, at so many rows to a replica: with the first mode
-// that covers a sample, or with the last as far as memory asks for it; kUnreachable where none does.
-int64_t Starts::estimate(int64_t size, int64_t rows) {
-    const size_t stages = problem_.stages(), modes = problem_.modes.size();
-    std::vector<Share> fast(stages, Share{0, 0, 0}), light = fast, first, last;  // of all samples: [stages]
-    for (const LengthClass& samples : classes_) {
-        size_t mode = 0;
-        while (mode < modes && !costs_.shares(mode, samples.sample, size, first)) ++mode;
-        if (mode == modes) return kUnreachable;
-        if (mode + 1 == modes || !costs_.shares(modes - 1, samples.sample, size, last)) last = first;
-        const auto count = static_cast<int64_t>(samples.members.size());
-        for (size_t v = 0; v < problem_.modules.size(); ++v)
-            for (const auto& [all, of] : {std::pair(&fast, &first), std::pair(&light, &last)}) {
-                const Share& its = (*of)[costs_.type_of()[v]];
-                (*all)[v % stages].forward += time(its) * count;
-                (*all)[v % stages].stored += its.stored / kScale * count;
-            }
-    }
-    int64_t part = kScale;  // of the work, under the fastest mode; pieces are held until their sample's last has run
-    for (size_t s = 0; s < stages && !problem_.pipeline.forward_only && !problem_.is_cut(); ++s) {
-        const int64_t held = std::min(in_flight_[s], rows), of = rows * problem_.replicas;
-        const int64_t more = (fast[s].stored - light[s].stored) / of * held;
-        const int64_t left = std::max<int64_t>(room(s) - light[s].stored / of * held, 0);
-        if (more > left) part = std::min(part, left * kScale / more);
-    }
-    int64_t sum = 0, most = 0;
-    for (size_t s = 0; s < stages; ++s) {
-        const int64_t of_stage = light[s].forward + (fast[s].forward - light[s].forward) / kScale * part;
-        sum += of_stage;
-        most = std::max(most, of_stage);
-    }
-    return most / problem_.replicas + sum / (problem_.replicas * rows * static_cast<int64_t>(problem_.chunks()));
-}
-
-// (estimate, size) of rows, those that promise the most first: large enough for the kernels, small enough for the
-// pipeline.
-std::vector<std::pair<int64_t, int64_t>> Starts::estimates() {
-    std::vector<int32_t> every(positions_.size());
-    std::iota(every.begin(), every.end(), 0);
-    const int64_t total = std::accumulate(positions_.begin(), positions_.end(), int64_t{0});
-    std::vector<std::pair<int64_t, int64_t>> estimated;  // (estimate, size)
-    int64_t power = kSmallestRow;
-    while (power > 1 && power * problem_.replicas * kLeastRows > total) power /= 2;
-    smallest_ = power;
-    for (; power == 1 || power * problem_.replicas <= total; power *= 2) {
-        const int64_t rows = rows_of(every, power) / problem_.replicas;
-        if (rows > 0) estimated.emplace_back(estimate(power, rows), power);
-    }
-    std::sort(estimated.begin(), estimated.end());
-    return estimated;
-}
-
-std::vector<int64_t> Starts::row_sizes() {
-    const std::vector<std::pair<int64_t, int64_t>> estimated = estimates();
-    if (estimated.empty()) return {smallest_};  // a long sample beside few short ones: `rows` adds what replicas lack
-    std::vector<int64_t> sizes;
-    for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i) {
-        const int64_t size = estimated[i].second;
-        sizes.push_back(size);
-        if (positions_.size() <= kManySamples) sizes.push_back(size * kHalfWay[0] / kHalfWay[1]);
-    }
-    return sizes;
-}
-
 // The modes of a class, from `fastest` on, on the lower hull of time over memory.
 std::vector<Option> Starts::options(int32_t of_class, size_t fastest) const {
     std::vector<Option> all;
     for (size_t mode = fastest; mode < problem_.modes.size(); ++mode) {
         const std::vector<Share>& its = share(mode, of_class);
-        if (its.empty()) continue;
+        if (its.empty() || !maker_.freedom().allows(mode)) continue;
         Option option{mode, 0, 0};
         std::vector<int64_t> stored(problem_.stages(), 0);
         for (size_t v = 0; v < problem_.modules.size(); ++v) {
@@ -279,6 +153,23 @@ bool Starts::build(int64_t size, size_t fastest) {
     return done == upgrades.size() && *std::max_element(pressure_.begin(), pressure_.end()) < kPlenty * kScale;
 }
 
+// Starts with every sample under one mode, in rows as large as the memory holds.
+void Starts::uniform(size_t mode, int64_t size) {
+    const int64_t fewest = fewest_under(mode, size);
+    if (fewest == 0) return;
+    mode_of_.assign(positions_.size(), mode);
+    for (int64_t each : {fewest, fewest + std::max<int64_t>(fewest / kFewRows, 1)}) {
+        const int64_t its_size = total_ / (each * problem_.replicas);
+        if (its_size > 0 && cost(its_size)) rows(its_size, 1, found_.rows);
+    }
+}
+
+// As many rows for every replica where a row more or less is felt.
+int64_t Starts::evened(int64_t rows) const {
+    const int64_t each = std::max<int64_t>((rows + problem_.replicas / 2) / problem_.replicas, 1);
+    return each > kFewRows ? rows : each * problem_.replicas;
+}
+
 // A start with the present modes.
 void Starts::rows(int64_t size, int64_t width, std::vector<MicroBatches>& found) {
     const size_t modes = problem_.modes.size();
@@ -292,15 +183,17 @@ void Starts::rows(int64_t size, int64_t width, std::vector<MicroBatches>& found)
             std::count_if(samples[mode].begin(), samples[mode].end(), [&](int32_t i) { return is_piece(i); });
         rows[mode] = std::max(rows_of(samples[mode], its_size), pieces);  // a piece to a row at most
     }
+    const int64_t made = std::accumulate(rows.begin(), rows.end(), int64_t{0});
     const auto shared = [&](size_t mode) { return static_cast<int64_t>(samples[mode].size()) - rows[mode]; };
-    for (int64_t lacking = problem_.replicas - std::accumulate(rows.begin(), rows.end(), int64_t{0}); lacking > 0;
-         --lacking) {
+    for (int64_t lacking = evened(made) - made; lacking > 0; --lacking) {
         size_t most = 0;  // the mode with the most samples beside others in a row
         for (size_t mode = 1; mode < modes; ++mode)
             if (shared(mode) > shared(most)) most = mode;
         if (shared(most) == 0) break;
         ++rows[most];
     }
+    for (int64_t surplus = made - evened(made); surplus > 0 && !problem_.is_cut(); --surplus)
+        --*std::max_element(rows.begin(), rows.end());
     MicroBatches start;
     for (size_t mode = 0; mode < modes; ++mode)
         if (rows[mode] > 0 && !fill(mode, samples[mode], rows[mode], start)) return;
@@ -388,7 +281,7 @@ PackedStarts packed_starts(const Problem& problem, CostCache& costs, BatchMaker&
 }
 
 int64_t estimated_ns(const Problem& problem, CostCache& costs, BatchMaker& maker) {
-    const auto estimates = Starts(problem, costs, maker).estimates();
+    const auto estimates = RowSizes(problem, costs, maker).estimates();
     return estimates.empty() ? kUnreachable : estimates[0].first;
 }
 

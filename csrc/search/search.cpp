@@ -14,6 +14,7 @@ namespace dynapipe {
 namespace {
 
 constexpr int64_t kLeastGain = 64;     // dividing passes for less than a 64th may lose to a search that does not
+constexpr int64_t kNotFar = 4;         // a search with fewer choices starts at most such a part later
 constexpr int64_t kFilledRows = 8;     // per stage: starts of at most so many rows that do not fit get modes by stage
 constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so often at the end
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
@@ -280,6 +281,28 @@ void Search::robustify(Solution& best, int64_t evaluations) {
 
 namespace {
 
+// Whether memory is short: something is recomputed.
+bool recomputes(const Found& found) {
+    const auto any = [](const MicroBatch* batch) {
+        return std::any_of(batch->modes.begin(), batch->modes.end(), [](uint8_t mode) { return mode > 0; });
+    };
+    return std::any_of(found.replicas.begin(), found.replicas.end(), [&](const ReplicaState& replica) {
+        return std::any_of(replica.micro_batches.begin(), replica.micro_batches.end(), any);
+    });
+}
+
+// Choices that a climb may end lower without: where memory is short, climbs end far from one another.
+std::vector<Freedom> less_free(const Problem& problem) {
+    std::vector<Freedom> all;
+    if (problem.modes.size() > 1) {
+        std::vector<size_t> all_but_the_first(problem.modes.size() - 1);
+        std::iota(all_but_the_first.begin(), all_but_the_first.end(), size_t{1});
+        all.push_back({std::move(all_but_the_first)});
+    }
+    if (problem.may_pad && problem.may_pack && !problem.is_cut()) all.push_back({{}, false});
+    return all;
+}
+
 void make_packed_rows(const Problem& problem, CostCache& costs, StartingRows& rows) {
     if (problem.may_pack && rows.packed.rows.empty()) rows.packed = packed_starts(problem, costs, rows.maker);
 }
@@ -307,15 +330,24 @@ Found follow(const Problem& problem, CostCache& costs, StartingRows& rows, int64
 Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
              const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
     make_packed_rows(problem, costs, rows);
-    const auto run = [&](Division as, int64_t most) {
-        return Search(problem, costs, rows.maker, as, evaluations, seed).run(partitions, rows.packed, most);
+    const auto run = [&](Division as, const PackedStarts& packed, int64_t most) {
+        return Search(problem, costs, rows.maker, as, evaluations, seed).run(partitions, packed, most);
     };
-    Found found = run(problem.division, kUnreachable);
-    if (problem.division != Division::kAuto) return found;
-    if (evaluations != 0 && found.makespan > problem.enough && found.gain <= found.makespan / kLeastGain) {
-        Found whole = run(Division::kOff, found.started + found.started / kLeastGain);
-        if (whole.makespan <= found.makespan) return whole;
+    Found found = run(problem.division, rows.packed, kUnreachable);
+    if (problem.division == Division::kAuto && evaluations != 0 && found.makespan > problem.enough &&
+        found.gain <= found.makespan / kLeastGain) {
+        Found whole = run(Division::kOff, rows.packed, found.started + found.started / kLeastGain);
+        if (whole.makespan <= found.makespan) found = std::move(whole);
     }
+    const int64_t started = found.started;
+    for (const Freedom& freedom : less_free(problem)) {
+        if (evaluations != kDefaultEvaluations || found.makespan <= problem.enough || !recomputes(found)) break;
+        rows.maker.restrict_to(freedom);
+        const PackedStarts packed = problem.may_pack ? packed_starts(problem, costs, rows.maker) : PackedStarts();
+        Found other = run(problem.division, packed, started + started / kNotFar);
+        if (other.makespan < found.makespan) found = std::move(other);
+    }
+    rows.maker.restrict_to({});
     join_halves(problem, found);
     return found;
 }

@@ -141,8 +141,13 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     if (solutions.empty())
         for (const std::vector<MicroBatches>* of_layout : {&std::as_const(padded), &packed.rows})
             for (const MicroBatches& batches : *of_layout)
-                add(lighter(problem_, maker_, batches), &Search::start_tight);
-    if (solutions.empty()) add(lighter(problem_, maker_, alone(problem_, maker_)), &Search::start_tight);
+                for (size_t mode = problem_.modes.size(); mode-- > 0;)
+                    add(lighter(problem_, maker_, batches, mode), &Search::start_tight);
+    if (solutions.empty()) {
+        const MicroBatches each = alone(problem_, maker_);
+        for (size_t mode = problem_.modes.size(); mode-- > 0;)
+            add(lighter(problem_, maker_, each, mode), &Search::start_tight);
+    }
     by_objective(solutions);
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
         for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);

@@ -6,7 +6,7 @@
 
 namespace dynapipe {
 
-MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches batches) {
+MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches batches, size_t fastest) {
     const PipelineShape& shape = problem.pipeline;
     std::vector<int64_t> received(problem.stages(), 0), sent = received;
     const auto for_stages = [&](auto visit) {
@@ -33,8 +33,10 @@ MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches bat
     };
     for (const MicroBatch*& batch : batches) {
         const MicroBatch* const given = batch;
-        for (size_t mode = given->modes[0] + 1; mode < problem.modes.size() && !fit(batch); ++mode)
+        for (size_t mode = std::max<size_t>(given->modes[0], fastest); mode < problem.modes.size(); ++mode) {
             if (const MicroBatch* next = maker.make(given->samples, mode, given->packed)) batch = next;
+            if (fit(batch)) break;
+        }
     }
     return batches;
 }

@@ -8,9 +8,9 @@
 
 namespace dynapipe {
 
-// The micro-batches with the first mode, from their own on, under which each fits alone beside messages as large as the
-// largest of all; the last mode where none does.
-MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches batches);
+// The micro-batches with the first mode, from their own and `fastest` on, under which each fits alone beside messages
+// as large as the largest of all; the last mode where none does.
+MicroBatches lighter(const Problem& problem, BatchMaker& maker, MicroBatches batches, size_t fastest);
 
 // Every sample on its own; nothing where one does not fit.
 MicroBatches alone(const Problem& problem, BatchMaker& maker);

@@ -161,7 +161,7 @@ def _with_memory(case: FreeCase, times: float) -> FreeCase:
         limited = case._replace(name=f"{case.name}, {limit / 1e9:.1f} GB", settings=settings)
         try:
             limited.predicted_ns()
-        except InfeasibleError:
+        except (InfeasibleError, StallError):
             times *= 1.5
         else:
             return limited

@@ -1,12 +1,20 @@
 """More freedom is never much slower: what is planned under a restriction may be planned without it."""
 
+import re
 from operator import itemgetter
 
 import numpy as np
 import pytest
 
-from megatron_dynapipe.core.units import Recompute
-from tests.core.free_cases import random_case, responses
+from megatron_dynapipe.choosing.planners import planner_of
+from megatron_dynapipe.core.network import CUDA_RULES
+from megatron_dynapipe.core.orders import ScheduleSettings
+from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
+from megatron_dynapipe.costing import model_of_layers
+from megatron_dynapipe.service.over_rows import over_rows
+from tests.core.free_cases import costs, random_case, responses
+from tests.core.planner_cases import of_lengths
 
 CLIFF, MEAN = 1.15, 1.03
 """Of 25 cases the worst restriction was 1.089 times as fast, eight were more than 1.01; cliffs took 1.13 to 1.53."""
@@ -24,6 +32,31 @@ def test_pieces_are_no_slower_than_whole_samples_where_searches_start_far_from_t
     """1.22 times as long until both were searched."""
     ratios = dict(random_case(101).over(({"slices": "off"},)))
     assert ratios and max(ratios.values()) <= 1
+
+
+def test_recomputation_is_begun_with_where_nothing_else_fits() -> None:
+    """1.88 times as long as with full recomputation alone until tight starts were tried under every mode."""
+    ratios = dict(random_case(16).over(({"recompute": (Recompute.FULL,)},)))
+    assert ratios and max(ratios.values()) <= 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_fill_the_memory_of_one_stage(seed: int) -> None:
+    """1.08 times as long as rows that fill it until searches began with such."""
+    lengths = np.random.default_rng(seed).lognormal(4.5, 0.9, 560).clip(8, 512).astype(np.int32)
+    settings = PlannerSettings(
+        model=model_of_layers(ModelFamily.GPT, 32, 0),
+        hidden_size=4096,
+        data_parallel=8,
+        memory_limit_bytes=70 * 10**9,
+        distributed_optimizer=True,
+        micro_batch_layouts=tuple(BatchLayout),
+        transfers=CUDA_RULES,
+        schedule=ScheduleSettings(search_evaluations=200),
+    )
+    said = over_rows(planner_of(settings, costs("8b")), of_lengths(lengths))
+    planned, rows = map(float, re.findall(r"([\d.]+) ms", said))
+    assert planned <= rows * 1.001
 
 
 @pytest.mark.slow
