@@ -261,12 +261,27 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     csv.field_size_limit(MOST_LINE_BYTES)
     rows: list[Any] = []
-    first = size = 0
+    first = size = taken = 0
+
+    def lines() -> Iterator[str]:
+        """The file's, in bounds: a record may have several."""
+        nonlocal taken
+        while line := text.readline(MOST_LINE_BYTES + 1 - taken):
+            taken += len(line)
+            if taken > MOST_LINE_BYTES:
+                raise DataError(
+                    f"{path}, row {first + len(rows)}: expected at most {MOST_LINE_BYTES} bytes, found more",
+                    hint="look for a quotation mark that nothing closes",
+                )
+            yield line
+
     try:
-        header = text.readline()
+        left = lines()
+        header = next(left, "")
         delimiter = max(",;\t", key=header.count)
-        reader = csv.DictReader(itertools.chain([header], text), strict=True, delimiter=delimiter)
+        reader = csv.DictReader(itertools.chain([header], left), strict=True, delimiter=delimiter)
         for number, row in enumerate(reader):
+            taken = 0
             if None in row or None in row.values():
                 raise DataError(
                     f"{path}, row {number}: expected {len(reader.fieldnames or ())} fields, found another number"
