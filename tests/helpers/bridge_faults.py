@@ -1,5 +1,6 @@
 """Faults of the planned run of a recipe, planted where it has several ranks, at what the run takes from Megatron."""
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -148,6 +149,7 @@ def made(change: Callable[[Any, Any], None]) -> None:
     """Have a function see each linear of the last stage and its adapter when the adapter is made."""
     transform = LoRA.transform
 
+    @functools.wraps(transform)  # Bridge looks at its parameters
     def changed(self: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
         wrapped = transform(self, module, *arguments, **keywords)
         if wrapped is not module and is_last_stage():

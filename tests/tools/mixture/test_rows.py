@@ -14,8 +14,8 @@ import pytest
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture import rows as rows_module
-from megatron_dynapipe.tools.mixture.rows import file_blocks, files_of_source
-from megatron_dynapipe.tools.mixture.sources import open_sources
+from megatron_dynapipe.tools.mixture.rows import file_blocks
+from megatron_dynapipe.tools.mixture.sources import files_of_source, open_sources
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 
 ROWS = [{"task": "a", "input": 'one, two\n"three"', "target": str(at)} for at in range(50)]
