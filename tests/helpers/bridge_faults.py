@@ -159,9 +159,5 @@ def made(change: Callable[[Any, Any], None]) -> None:
     LoRA.transform = changed
 
 
-def half_of_an_adapter_gets_no_gradient() -> None:
-    made(lambda _, adapter: adapter.linear_in.weight.register_hook(torch.zeros_like))
-
-
 def adapted_weights_train_too() -> None:
     made(lambda linear, _: linear.weight.requires_grad_(True))

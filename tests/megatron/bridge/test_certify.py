@@ -40,7 +40,6 @@ OF_LORA = {
     "adapters_are_not_scaled": ("losses", "iteration 1"),
     "adapters_of_every_second_pass_are_left_out": ("losses", "iteration "),
     "adapters_have_another_alpha_backward": ("first moments", "adapter."),
-    "half_of_an_adapter_gets_no_gradient": ("updates", "linear_in.weight"),
     "adapted_weights_train_too": ("updates", "is trained by one of the two runs"),
 }
 LAYOUTS: dict[str, Any] = {"interleaved": {"pipeline": 2, "virtual": 2}, "replicas": {}}
