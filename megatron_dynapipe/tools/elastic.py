@@ -75,14 +75,20 @@ _has_notice = False
 
 
 def adapting(main: Callable[[], None]) -> Callable[[], None]:
-    """`main` of an entry script, made ready for `fit_layout` and for notices if `--dynapipe-elastic` is given."""
+    """`main` of an entry script, made ready for starts after the first, as torchrun's `--max-restarts` allows them.
+
+    With `--dynapipe-elastic` it is made ready for `fit_layout` and for notices, too.
+    """
 
     def run() -> None:
-        if ELASTIC not in sys.argv[1:]:
+        is_elastic = ELASTIC in sys.argv[1:]
+        if is_elastic:
+            end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
+            _take_notices()
+        if is_elastic or _may_start_again():
+            renew(early_flags(sys.argv[1:]).dynapipe_timeout_s)
+        if not is_elastic:
             return main()
-        end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
-        _take_notices()
-        renew(early_flags(sys.argv[1:]).dynapipe_timeout_s)
         with status():
             main()
         return None
@@ -90,13 +96,22 @@ def adapting(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def _may_start_again() -> bool:
+    """Whether torchrun starts the ranks anew when one fails."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
-    """Give parsed flags the layout that fits the ranks that are there; does nothing without `--dynapipe-elastic`.
+    """Give parsed flags the layout that fits the ranks that are there; changes nothing without `--dynapipe-elastic`.
 
     Raises:
         ConfigError: no layout fits, or a flag that elastic runs need is missing.
     """
     if not args.dynapipe_elastic:
+        if _may_start_again() and not (args.save and args.load == args.save):
+            folder = args.save or "FOLDER"
+            first = f" --pretrained-checkpoint {args.load}" if args.load else ""
+            say(f"a start after a failure begins anew; --save {folder} --load {folder}{first} has it go on")
         return
     make_resumable(args)
     if args.hybrid_layer_pattern is not None:

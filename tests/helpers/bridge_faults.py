@@ -1,10 +1,14 @@
 """Faults of the planned run of a recipe, planted where it has several ranks, at what the run takes from Megatron."""
 
+import functools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.core import parallel_state
 from megatron.core.optimizer import optimizer as optimizers
@@ -103,3 +107,57 @@ def frozen_weights_decay() -> None:
         return False
 
     stepping(decayed)
+
+
+def adapted(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Change what each adapter of the last stage adds to its linear."""
+    forward = ParallelLinearAdapter.forward
+
+    def changed(self: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        added: torch.Tensor = forward(self, *arguments, **keywords)
+        return change(self, added) if is_last_stage() else added
+
+    ParallelLinearAdapter.forward = changed
+
+
+def adapters_are_not_scaled() -> None:
+    adapted(lambda adapter, added: added * (adapter.dim / adapter.alpha))
+
+
+def adapters_of_every_second_pass_are_left_out() -> None:
+    passes = Counter[Any]()
+
+    def left_out(adapter: Any, added: torch.Tensor) -> torch.Tensor:
+        passes[adapter] += 1
+        return added * (passes[adapter] % 2)
+
+    adapted(left_out)
+
+
+def adapters_have_another_alpha_backward() -> None:
+    """By 1%."""
+
+    def scaled(_: Any, added: torch.Tensor) -> torch.Tensor:
+        if added.requires_grad:
+            added.register_hook(lambda gradient: 1.01 * gradient)
+        return added
+
+    adapted(scaled)
+
+
+def made(change: Callable[[Any, Any], None]) -> None:
+    """Have a function see each linear of the last stage and its adapter when the adapter is made."""
+    transform = LoRA.transform
+
+    @functools.wraps(transform)  # Bridge looks at its parameters
+    def changed(self: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        wrapped = transform(self, module, *arguments, **keywords)
+        if wrapped is not module and is_last_stage():
+            change(module, wrapped.adapter)
+        return wrapped
+
+    LoRA.transform = changed
+
+
+def adapted_weights_train_too() -> None:
+    made(lambda linear, _: linear.weight.requires_grad_(True))

@@ -186,7 +186,7 @@ def _size_refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str, str]]:
         yield (
             ranks % size > 0,
             f"expected a number of ranks that {names} parallel sizes divide ({size}), got {ranks}",
-            "change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes",
+            "change torchrun's --nproc-per-node (or --nnodes), or the parallel sizes; --dynapipe-elastic chooses them",
         )
     replicas, batch = ranks // model_size, args.global_batch_size
     yield (

@@ -13,7 +13,6 @@ import gzip
 import io
 import itertools
 import os
-import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,10 +37,6 @@ _ROWS_UNPACKED = 64
 _PACKED = (".gz", ".bz2", ".zst")
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
-_SIDE_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What `datasets` writes next to rows."""
-SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
-"""Splits, and how names of files and folders say them."""
 _UTF8_MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -65,78 +60,16 @@ class Block:
     done: int
 
 
-def files_of_source(source: str | Sequence[str], root: Path, split: str | None = None) -> list[Path]:
-    """The files that paths, patterns and folders name, each list of matches in the order of names.
-
-    Args:
-        source: paths, patterns or folders.
-        root: what relative ones are relative to.
-        split: of the files of a folder or pattern, those whose names say this split; None if they say but one.
-
-    Raises:
-        DataError: nothing is there, a file is of no known form, or names say several splits.
-    """
-    files: list[Path] = []
-    for entry in [source] if isinstance(source, str) else source:
-        path = root / entry
-        if path.is_dir():
-            inside = (match for match in path.rglob("*") if match.is_file() and _ending(match) in SUFFIXES)
-            matches = _of_split(path, sorted(file for file in inside if _has_rows(file.relative_to(path))), split)
-        elif path.exists():
-            matches = [path]
-        else:
-            base, pattern = (
-                (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (Path(), str(path))
-            )
-            found = (file for file in base.glob(pattern) if file.is_file()) if set(entry) & set("*?[") else iter(())
-            matches = _of_split(path, sorted(found), split)
-        if not matches:
-            raise DataError(
-                f"{path}: expected a file, a folder of files or a pattern{f' of {split}' if split else ''}, found none",
-                hint=f"known are {', '.join(SUFFIXES)}",
-            )
-        files += matches
-    return files
-
-
-def _has_rows(path: Path) -> bool:
-    return path.name not in _SIDE_FILES and not any(part.startswith(".") for part in path.parts)
-
-
-def _of_split(source: Path, files: Sequence[Path], split: str | None) -> list[Path]:
-    """The files of a split; raises DataError if no split is asked for and the files belong to several."""
-    base = Path(*source.parts[: next((at for at, part in enumerate(source.parts) if set(part) & set("*?[")), None)])
-    of = {file: _split_of(file.relative_to(base)) for file in files}
-    if split is not None:
-        return [file for file in files if of[file] in (split, _split_of(Path(split)))]
-    if len(said := {name: file for file, name in of.items() if name}) > 1:
-        examples = ", ".join(f"{name} ({said[name].name})" for name in SPLITS if name in said)
-        raise DataError(
-            f"{source}: expected files of one split, their names say several: {examples}",
-            hint="write `split: train` into the mixture, or patterns that match the files of one split",
-        )
-    return list(files)
-
-
-def _split_of(path: Path) -> str | None:
-    """The split that a path says, the last one if its folders say others."""
-    said = (
-        (found.start(), split)
-        for split, words in SPLITS.items()
-        for found in re.finditer(rf"(?<![^\W_\d])(?:{words})(?![^\W_\d])", str(path), re.IGNORECASE)
-    )
-    return max(said, default=(0, None))[1]
-
-
 def form_of(path: Path) -> str:
     """The ending by which a file's form is known: `.jsonl.gz` for x.jsonl.gz; others are lines of JSON."""
-    ending = _ending(path)
+    ending = ending_of(path)
     if ending in SUFFIXES:
         return ending
     return ".jsonl" + (path.suffix.lower() if path.suffix.lower() in _PACKED else "")
 
 
-def _ending(path: Path) -> str:
+def ending_of(path: Path) -> str:
+    """What a file's name ends in, with what it is packed by: `.csv.gz`."""
     return "".join(path.suffixes[-2:] if path.suffix.lower() in _PACKED else path.suffixes[-1:]).lower()
 
 
@@ -261,12 +194,27 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     csv.field_size_limit(MOST_LINE_BYTES)
     rows: list[Any] = []
-    first = size = 0
+    first = size = taken = 0
+
+    def lines() -> Iterator[str]:
+        """The file's, in bounds: a record may have several."""
+        nonlocal taken
+        while line := text.readline(MOST_LINE_BYTES + 1 - taken):
+            taken += len(line)
+            if taken > MOST_LINE_BYTES:
+                raise DataError(
+                    f"{path}, row {first + len(rows)}: expected at most {MOST_LINE_BYTES} bytes, found more",
+                    hint="look for a quotation mark that nothing closes",
+                )
+            yield line
+
     try:
-        header = text.readline()
+        left = lines()
+        header = next(left, "")
         delimiter = max(",;\t", key=header.count)
-        reader = csv.DictReader(itertools.chain([header], text), strict=True, delimiter=delimiter)
+        reader = csv.DictReader(itertools.chain([header], left), strict=True, delimiter=delimiter)
         for number, row in enumerate(reader):
+            taken = 0
             if None in row or None in row.values():
                 raise DataError(
                     f"{path}, row {number}: expected {len(reader.fieldnames or ())} fields, found another number"

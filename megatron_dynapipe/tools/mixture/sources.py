@@ -1,5 +1,6 @@
 """The sources of a mixture's entries: files, a HuggingFace dataset, or rows in memory."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,14 @@ import msgspec
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import WHOLE_BYTES, file_digest
 from megatron_dynapipe.tools.mixture.fields import columns_of
-from megatron_dynapipe.tools.mixture.rows import Block, file_blocks, files_of_source, hub_blocks, rows_as_block
+from megatron_dynapipe.tools.mixture.rows import SUFFIXES, Block, ending_of, file_blocks, hub_blocks, rows_as_block
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 
 _ROWS_AT_ONCE = 1000
+_SIDE_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What `datasets` writes next to rows."""
+SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
+"""Splits, and how names of files and folders say them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +129,66 @@ def load_hub(name: str, config: str | None, split: str, hub_root: Path | None) -
             hint="without a network, copy it and pass --hub-root FOLDER, or name its files as source; one that needs a"
             " script of its own is not run: convert it to parquet",
         ) from error
+
+
+def files_of_source(source: str | Sequence[str], root: Path, split: str | None = None) -> list[Path]:
+    """The files that paths, patterns and folders name, each list of matches in the order of names.
+
+    Args:
+        source: paths, patterns or folders.
+        root: what relative ones are relative to.
+        split: of the files of a folder or pattern, those whose names say this split; None if they say but one.
+
+    Raises:
+        DataError: nothing is there, a file is of no known form, or names say several splits.
+    """
+    files: list[Path] = []
+    for entry in [source] if isinstance(source, str) else source:
+        path = root / entry
+        if path.is_dir():
+            inside = (match for match in path.rglob("*") if match.is_file() and ending_of(match) in SUFFIXES)
+            matches = _of_split(path, sorted(file for file in inside if _has_rows(file.relative_to(path))), split)
+        elif path.exists():
+            matches = [path]
+        else:
+            base, pattern = (
+                (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (Path(), str(path))
+            )
+            found = (file for file in base.glob(pattern) if file.is_file()) if set(entry) & set("*?[") else iter(())
+            matches = _of_split(path, sorted(found), split)
+        if not matches:
+            raise DataError(
+                f"{path}: expected a file, a folder of files or a pattern{f' of {split}' if split else ''}, found none",
+                hint=f"known are {', '.join(SUFFIXES)}",
+            )
+        files += matches
+    return files
+
+
+def _has_rows(path: Path) -> bool:
+    return path.name not in _SIDE_FILES and not any(part.startswith(".") for part in path.parts)
+
+
+def _of_split(source: Path, files: Sequence[Path], split: str | None) -> list[Path]:
+    """The files of a split; raises DataError if no split is asked for and the files belong to several."""
+    base = Path(*source.parts[: next((at for at, part in enumerate(source.parts) if set(part) & set("*?[")), None)])
+    of = {file: _split_of(file.relative_to(base)) for file in files}
+    if split is not None:
+        return [file for file in files if of[file] in (split, _split_of(Path(split)))]
+    if len(said := {name: file for file, name in of.items() if name}) > 1:
+        examples = ", ".join(f"{name} ({said[name].name})" for name in SPLITS if name in said)
+        raise DataError(
+            f"{source}: expected files of one split, their names say several: {examples}",
+            hint="write `split: train` into the mixture, or patterns that match the files of one split",
+        )
+    return list(files)
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a path says, the last one if its folders say others."""
+    said = (
+        (found.start(), split)
+        for split, words in SPLITS.items()
+        for found in re.finditer(rf"(?<![^\W_\d])(?:{words})(?![^\W_\d])", str(path), re.IGNORECASE)
+    )
+    return max(said, default=(0, None))[1]

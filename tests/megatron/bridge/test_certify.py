@@ -36,6 +36,12 @@ OF_ADAPTERS = {
     "last_stage_never_steps": ("updates", "adapter."),
     "ten_times_the_decay": ("updates", "adapter."),
 }
+OF_LORA = {
+    "adapters_are_not_scaled": ("losses", "iteration 1"),
+    "adapters_of_every_second_pass_are_left_out": ("losses", "iteration "),
+    "adapters_have_another_alpha_backward": ("first moments", "adapter."),
+    "adapted_weights_train_too": ("updates", "is trained by one of the two runs"),
+}
 LAYOUTS: dict[str, Any] = {"interleaved": {"pipeline": 2, "virtual": 2}, "replicas": {}}
 
 
@@ -65,14 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.Job(f"{RUNS}:prepare", {"folder": str(folder), "families": ["llama", "glm4moe"]}, 1),
         jobs.Job(f"{RUNS}:train", base, 2),
     ]
-    lora = model | TWO | {"lora": str(folder / "base"), "dora": True}
+    lora = model | TWO | {"lora": str(folder / "base")}
+    dora = lora | {"dora": True}
     for name, settings, precisions in (
-        ("adapters", lora, (FP32,)),
+        ("adapters", dora, (FP32,)),
+        ("lora", lora, (FP32,)),
         ("half", model | TWO | {"half": True}, (FP32, "bf16")),
         ("experts", {"model": str(folder / "glm4moe"), "of_model": TERMS | SHARED["of_model"]}, (FP32,)),
     ):
         made += runs_of(folder / name, folder / "data", settings, precisions)
-    run_all([*made, *with_faults(folder, "adapters", list(OF_ADAPTERS), lora)], folder)
+    made += with_faults(folder, "adapters", list(OF_ADAPTERS), dora)
+    run_all([*made, *with_faults(folder, "lora", list(OF_LORA), lora)], folder)
     return folder
 
 
@@ -96,13 +105,14 @@ def faulty(folder: Path) -> Path:
 
 
 @in_bridge
-@pytest.mark.parametrize("name", ["adapters", "half", "experts"])
+@pytest.mark.parametrize("name", ["adapters", "lora", "half", "experts"])
 def test_a_right_run_is_exact(folder: Path, name: str) -> None:
     checks = compared(folder / name)
     assert [check for check in checks if not check.holds] == []
     assert max(check.error for check in checks) > 0, "orders of sums differ"
     steps = ["updates", "first moments", "second moments"]
-    more = {"half": ["losses in bf16", "gradient norms in bf16"], "adapters": ["frozen weights"]}.get(name, [])
+    frozen = ["frozen weights"]
+    more = {"half": ["losses in bf16", "gradient norms in bf16"], "adapters": frozen, "lora": frozen}.get(name, [])
     assert [check.name for check in checks] == ["losses", "gradient norms", *steps, *more]
 
 
@@ -128,12 +138,16 @@ def test_a_fault_is_found_and_named(faulty: Path, fault: str) -> None:
 
 @in_bridge
 def test_a_fault_of_adapters_is_found_and_named(folder: Path) -> None:
-    for fault, (check, said) in OF_ADAPTERS.items():
-        checks = {line.name: line for line in compared(folder / f"adapters-{fault}")}
+    places = {f"adapters-{fault}": found for fault, found in OF_ADAPTERS.items()}
+    places |= {f"lora-{fault}": found for fault, found in OF_LORA.items()}
+    for fault, (check, said) in places.items():
+        checks = {line.name: line for line in compared(folder / fault)}
         missed = {name: line.where for name, line in checks.items() if not line.holds}
         assert check in missed, (fault, missed)
         assert said in missed[check], fault
-        assert checks["losses"].holds or fault != "loss_counts_too_much", "Adam divides a gradient by its own size"
+        assert checks["losses"].holds or fault != "adapters-loss_counts_too_much", (
+            "Adam divides a gradient by its own size"
+        )
     assert not (folder / "data" / "after").exists(), "a script ends with its block"
 
 

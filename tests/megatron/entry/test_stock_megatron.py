@@ -97,6 +97,21 @@ def test_packed_rows_of_samples_of_one_length_have_the_losses_of_stock_megatron(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("half", "skipped"), [("--bf16", 0), ("--fp16 --initial-loss-scale 2048 --hysteresis 1", 3)], ids=["bf16", "fp16"]
+)
+def test_half_precision_has_the_losses_of_stock_megatron(half, skipped, start, data, tmp_path):
+    """Gradients of the first iterations overflow at that loss scale: both skip the same steps, and halve it."""
+    flags = f"{TWO} {start} --train-iters 12 {half}"
+    expected = train_stock(data, flags, 2)[-1]["losses"]
+    last = train_planned(data, flags, 2, tmp_path)[-1]
+    assert last["losses"] == pytest.approx(expected, rel=1e-4)
+    stepped = [str(iteration) for iteration in range(skipped + 1, 13)]
+    assert list(last["norms"]) == stepped, "Megatron logs the norms of steps that it makes"
+    assert expected["12"] < expected["1"] - 0.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("on_first", [True, False], ids=["on, then off", "off, then on"])
 @pytest.mark.parametrize(
     ("optimizer", "ours"),

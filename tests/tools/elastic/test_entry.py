@@ -155,6 +155,29 @@ def test_nothing_happens_without_the_flag(tmp_path: Path, monkeypatch: pytest.Mo
     assert ran == ["main"] and vars(args) == before
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"load": None, "save": None}, "a start after a failure begins anew; --save FOLDER --load FOLDER has it go on"),
+        ({"load": "a", "save": "b"}, "anew; --save b --load b --pretrained-checkpoint a has it go on"),
+        ({"load": "b", "save": "b"}, ""),
+    ],
+)
+def test_starts_that_torchrun_repeats_share_a_store_of_their_own_and_say_what_they_begin_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: dict, said: str
+) -> None:
+    waited = []
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt_multitask.py", "--dynapipe-timeout-s", "40"])
+    monkeypatch.setattr(elastic, "renew", waited.append)
+    for restarts, expected in (("0", ""), ("3", said)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        elastic.adapting(lambda: elastic.fit_layout(flags(tmp_path, dynapipe_elastic=False, **given), GPT, []))()
+        out = capsys.readouterr().out
+        assert expected in out
+        assert bool(out) == bool(expected)
+    assert waited == [40]
+
+
 def test_a_rank_that_had_a_notice_ends_with_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 

@@ -1,9 +1,11 @@
-"""Megatron's entry script under torchrun with `--dynapipe-elastic`: a lost node, and nodes that come and go."""
+"""Megatron's entry script under torchrun's `--max-restarts`, with `--dynapipe-elastic`: lost ranks, nodes that come."""
 
 import re
+import shutil
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.entry_scripts import COMMON, ROOT, SMALL, losses, train
@@ -90,3 +92,22 @@ def test_nodes_come_and_leave_on_notice(begun: Path, expected: dict[int, float],
         assert_as_undisturbed(nodes, expected, LAST)
         saves = re.findall(r"saving checkpoint at iteration +(\d+) to \S*/saved ", nodes.said(0) + nodes.said(1))
         assert len(set(saves)) == 2, "all saved when the node came, and when it left"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_rank_s_run_goes_on_without_the_flag(begun: Path, expected: dict[int, float], tmp_path: Path) -> None:
+    """The same ranks are started again, and load what they saved."""
+    shutil.copytree(begun / "first", tmp_path / "saved")
+    words = [word for word in script(begun, tmp_path, 30) if word != "--dynapipe-elastic"]
+    words += ["--load", str(tmp_path / "saved"), "--save-interval", "4", "--pipeline-model-parallel-size", "2"]
+    words += ["--non-persistent-save-interval", "1000"]
+    with Nodes(tmp_path, free_port(), most=2, script=words) as nodes:
+        first, second = nodes.start(), nodes.start()
+        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731  (the last stage logs)
+        nodes.until(lambda: max(both(), default=0) > 9 or first.poll() is not None, "iterations of two ranks")
+        (rank,) = (child for child in psutil.Process(second.pid).children() if "pretrain" in " ".join(child.cmdline()))
+        rank.kill()
+        assert (first.wait(DEADLINE_S), second.wait(DEADLINE_S)) == (0, 0), nodes.said(0)[-3000:]
+        assert "loading distributed checkpoint from" in nodes.said(0)
+        assert_as_undisturbed(nodes, expected, 30)

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.tools.mixture import rows as rows_module
-from megatron_dynapipe.tools.mixture.rows import file_blocks, files_of_source
-from megatron_dynapipe.tools.mixture.sources import open_sources
+from megatron_dynapipe.tools.mixture.rows import file_blocks
+from megatron_dynapipe.tools.mixture.sources import files_of_source, open_sources
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 
 ROWS = [{"task": "a", "input": 'one, two\n"three"', "target": str(at)} for at in range(50)]
@@ -206,4 +206,19 @@ def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b"{}\n" + bytes(100_000)))
     with pytest.raises(DataError, match="line 2: expected at most 1000 bytes"):
+        list(file_blocks(path))
+
+
+ENDLESS = {"line": b"x" * 100_000, "field": b'"' + b"x\n" * 50_000, "fields": b'"\n",' * 25_000}
+
+
+@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+def test_a_record_without_an_end_is_not_read(tmp_path: Path, monkeypatch, endless: bytes) -> None:
+    monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 1000)
+    path = tmp_path / "rows.csv.gz"
+    path.write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 300 + endless))
+    with pytest.raises(DataError, match="row 300: expected at most 1000 bytes"):
+        list(file_blocks(path))
+    path.write_bytes(gzip.compress(endless))
+    with pytest.raises(DataError, match="row 0: expected at most 1000 bytes"):
         list(file_blocks(path))
