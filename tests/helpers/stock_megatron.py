@@ -75,7 +75,9 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     """Megatron's GPTModel, or with a pattern its HybridModel, of local layers in place of Transformer Engine's."""
     args = get_args()
     latent = args.multi_latent_attention
-    layer = layer or get_gpt_layer_local_spec(normalization=args.normalization, multi_latent_attention=latent)
+    layer = layer or get_gpt_layer_local_spec(
+        num_experts=args.num_experts, normalization=args.normalization, multi_latent_attention=latent
+    )
     if latent:  # Megatron's local attention has one size of heads
         layer = with_classes(layer, {DotProductAttention: CoreAttention.SDPA.module})
     if args.hybrid_layer_pattern is None:

@@ -22,6 +22,8 @@ from tests.helpers.processes import rank_environment
 from tests.helpers.random_dataset import make_dataset
 
 BY_HAND = Path(__file__).with_name("pretrain_gpt_by_hand.py")
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
+TERMS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
 LAYOUTS = {
     "two stages": "--pipeline-model-parallel-size 2",
     "two tensor ranks": "--tensor-model-parallel-size 2",
@@ -31,6 +33,9 @@ LAYOUTS = {
     "two stages, half a layer": "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 2.5,1.5",
     "two stages, virtual ones, half layers": "--pipeline-model-parallel-size 2 --dynapipe-layers-per-stage 1.5,1,1,0.5"
     " --num-virtual-stages-per-pipeline-rank 2",
+    "two replicas share experts": f"{EXPERTS} {TERMS} --expert-model-parallel-size 2",
+    "two stages, half a layer of experts": f"{EXPERTS} --pipeline-model-parallel-size 2"
+    " --dynapipe-layers-per-stage 2.5,1.5",
     "a pattern of two stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*-*|-*- --num-layers 8",
 }
 DAILY = "two stages, half a layer"

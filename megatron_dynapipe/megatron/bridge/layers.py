@@ -5,7 +5,7 @@ has the head. Under such a split plans may be slower than packed rows by another
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,12 @@ def laid_out(config: Any, settings: PlannerSettings, split: LayerSplit) -> Itera
     else:
         changed_pattern = changed(model, pipeline_model_parallel_layout=_layout(settings, split), **_unset(model))
     before = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    hooks = _put_before_weights(config.model)
-    with changed(model, **layout), changed_pattern:
+    with changed(model, **layout), changed_pattern, before_weights(config.model, drop_halves):
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
         try:
             yield
         finally:
             parallel_state.set_virtual_pipeline_model_parallel_world_size(before)
-            hooks.remove(drop_halves)
 
 
 def _layout(settings: PlannerSettings, split: LayerSplit) -> Any:
@@ -131,15 +129,19 @@ def _unset(model: Any) -> dict[str, Any]:
     return unset | dict.fromkeys(switches, False)
 
 
-def _put_before_weights(model: Any) -> list[Any]:
-    """Have halves be dropped before Bridge's own hooks load weights and put adapters in; the list of hooks."""
+@contextlib.contextmanager
+def before_weights(model: Any, hook: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+    """For the length of a block, have a function see built chunks before Bridge loads weights and puts adapters in."""
     if hasattr(model, "register_pre_wrap_hook"):
-        model.register_pre_wrap_hook(drop_halves, prepend=True)
+        model.register_pre_wrap_hook(hook, prepend=True)
         hooks: list[Any] = model._pre_wrap_hooks
-        return hooks
-    model.pre_wrap_hooks.insert(0, drop_halves)
-    hooks = model.pre_wrap_hooks
-    return hooks
+    else:
+        hooks = model.pre_wrap_hooks
+        hooks.insert(0, hook)
+    try:
+        yield
+    finally:
+        hooks.remove(hook)
 
 
 def _predicted_ms(settings: PlannerSettings, costs: CostModel, batches: Sequence[GlobalBatch]) -> float | None:

@@ -4,8 +4,8 @@ Everything is started when Bridge's loop first calls the schedule function: by t
 told where training goes on, and the recipe is settled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from megatron_dynapipe.data.meta import read_meta
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.megatron.bridge import samples
 from megatron_dynapipe.megatron.bridge.batches import bridge_batch
-from megatron_dynapipe.megatron.bridge.layers import choose, kept_config, laid_out, layers_of_checkpoint
+from megatron_dynapipe.megatron.bridge.layers import before_weights, choose, kept_config, laid_out, layers_of_checkpoint
 from megatron_dynapipe.megatron.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
 from megatron_dynapipe.megatron.bridge.refusals import of_model
+from megatron_dynapipe.megatron.equip.attention import mark_sinks
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch, takes_mask
 from megatron_dynapipe.megatron.flags import machine
 from megatron_dynapipe.megatron.run.host import Host
@@ -121,11 +122,16 @@ class Recipe(Host):
         if self._data is None:
             self._data = self._exported(context)
 
-    def layout(self, pg_collection: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def layout(self, pg_collection: Any) -> Iterator[None]:
         """A block in which Bridge builds the model in the layers and virtual stages that are predicted fastest.
 
         Called when Bridge has settled the recipe and is about to build its model.
         """
+        with before_weights(self._config.model, mark_sinks), self._laid_out(pg_collection):
+            yield
+
+    def _laid_out(self, pg_collection: Any) -> AbstractContextManager[None]:
         config = self._config
         if not self._chooses_layers or of_model(config).pipeline_model_parallel_size == 1:
             return nullcontext()

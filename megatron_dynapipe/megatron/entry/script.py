@@ -136,6 +136,7 @@ class Checkout(Script):
         return RequiredFields(
             tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
             labels=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            samples=bool(self._args.num_experts) and not self.config.planner.label_experts,
         )
 
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:

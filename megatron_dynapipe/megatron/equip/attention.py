@@ -213,6 +213,17 @@ def equip_attention(chunks: Sequence[nn.Module], channel: Channel) -> list[Any]:
     return [core for core, _ in cores]
 
 
+def mark_sinks(chunks: list[nn.Module]) -> list[nn.Module]:
+    """Say of built chunks that attention sinks, one for each head, are divided over tensor-parallel ranks.
+
+    Megatron 0.19 does not, so that the gradient's norm would count the first rank's alone.
+    """
+    for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+        if name.endswith("core_attention.softmax_offset"):  # Bridge has set defaults, over which Megatron sets nothing
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    return chunks
+
+
 def has_engine_attention(chunks: Sequence[nn.Module]) -> bool:
     """Whether core attention is Transformer Engine's, as Megatron builds it."""
     return any(_is_engine(core) for core, _ in cores_of(chunks))

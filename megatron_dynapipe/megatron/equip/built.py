@@ -10,7 +10,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,11 +17,11 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.models.base import compose_hooks
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
-from torch import nn
 
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import PipelineLayout
 from megatron_dynapipe.costing.pattern import with_stages
+from megatron_dynapipe.megatron.equip.attention import mark_sinks
 from megatron_dynapipe.megatron.equip.experts import equip_experts
 from megatron_dynapipe.megatron.equip.halves import OverlappingLayout, drop_halves
 from megatron_dynapipe.megatron.models.config import ModelConfig
@@ -154,14 +153,3 @@ def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
         return stage
 
     return provide
-
-
-def mark_sinks(chunks: list[nn.Module]) -> list[nn.Module]:
-    """Say of built chunks that attention sinks, one for each head, are divided over tensor-parallel ranks.
-
-    Megatron 0.19 does not, so that the gradient's norm would count the first rank's alone.
-    """
-    for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
-        if name.endswith("core_attention.softmax_offset") and not getattr(parameter, "tensor_model_parallel", False):
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return chunks

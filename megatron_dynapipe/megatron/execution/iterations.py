@@ -8,6 +8,7 @@ from megatron_dynapipe.core.instructions import Pass
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.collate import HostMicroBatch, RequiredFields
+from megatron_dynapipe.megatron.equip.equipped import equip
 from megatron_dynapipe.megatron.execution.forward_backward import run_iteration
 from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.megatron.execution.micro_batch_context import MicroBatchContext
@@ -113,5 +114,6 @@ class IterationRunner:
     def context(self, models: Sequence[torch.nn.Module]) -> MicroBatchContext:
         """The models' context, made at the first call, which raises ConfigError as it does."""
         if self._context is None:
+            equip(models)
             self._context = MicroBatchContext(models, seed=self._seed)
         return self._context

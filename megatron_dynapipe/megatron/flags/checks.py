@@ -155,7 +155,6 @@ def _expert_refusals(args: argparse.Namespace, *, is_t5: bool) -> Iterator[tuple
     if not args.num_experts:
         return
     yield is_t5, "--num-experts", "the stages of a T5 have plain networks"
-    yield bool(args.use_dynapipe), "--num-experts", "in a patched checkout layers are its own"
     yield (
         bool(args.add_bias_linear),
         "--num-experts with biases",

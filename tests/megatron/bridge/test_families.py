@@ -29,8 +29,16 @@ TERMS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
 }
+TENSOR = {"tensor": 2, **SEVERAL, "forced": ALL_ON}
 WITHOUT_PADDING = {"multiple": 1}
 """Bridge's own rows, whose routers would count padding."""
+ADAPTED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "lora one stage": ("lora on one rank", 1, {}),
+    "lora replicas": ("lora on one rank", 2, {}),
+    "lora tensor parallel": ("lora on tensor-parallel ranks", 2, {"tensor": 2}),
+    "dora virtual stages": ("dora on virtual stages", 2, {**TWO, "virtual": 2, "dora": True}),
+}
+"""Planned runs of adapters: the run of Bridge's own with the same adapters, ranks, and the layout."""
 LATE = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
 """A term of this project's own: it asks for the iteration before."""
 
@@ -55,7 +63,14 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "saved": (1, True, {"model": "qwen3moe", "iterations": 2, "save": "saved"}),
         "lora": (2, False, {"model": "qwen3moe", "lora": "saved", **SHARED}),
         "lora planned": (2, True, {"model": "qwen3moe", "lora": "saved", **LITTLE, **SHARED}),
+        "halves": (2, True, {"model": "deepseek3", **TWO, **SEVERAL, "forced": ALL_ON, "layers": "0.5,1,1,1.5"}),
+        "sinks divided": (2, True, {"model": "gptoss", **TENSOR, "of_model": {"expert_tensor_parallel_size": 1}}),
+        "experts divided": (2, True, {"model": "deepseek3", **TENSOR}),
     }
+    for name, (own, ranks, layout) in ADAPTED.items():
+        layout = {"model": "qwen3moe", "lora": "saved", **layout}
+        rows[own] = (ranks if layout.keys() & {"tensor", "pipeline"} else 1, False, layout)
+        rows[name] = (ranks, True, {**layout, **LITTLE, "forced": PIECES})
     return rows
 
 
@@ -103,6 +118,24 @@ def test_the_term_of_the_iteration_before_is_the_same_of_any_plan(ran: dict[str,
 def test_adapters_of_experts_that_replicas_share(ran: dict[str, Any]) -> None:
     """On the same layout: each rank has an adapter of its own experts."""
     assert_same(last(ran, "lora planned"), last(ran, "lora"), within=EXACT)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_a_layout_train_as_without_plans(ran: dict[str, Any], name: str) -> None:
+    """Pieces in packed rows; on several stages or tensor-parallel ranks Bridge draws adapters' weights for each."""
+    planned = last(ran, name)
+    assert planned["packed"]
+    assert planned["seen"]["read"] >= planned["seen"]["add"] > 0
+    assert_same(planned, last(ran, ADAPTED[name][0]), within=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("halves", "deepseek3"), ("sinks divided", "gptoss"), ("experts divided", "deepseek3")]
+)
+def test_a_layout_of_experts_trains_as_one_rank(ran: dict[str, Any], name: str, family: str) -> None:
+    """Virtual stages that cut layers before experts and networks; tensor-parallel ranks that share sinks, experts."""
+    assert last(ran, name)["packed"]
+    assert_same(last(ran, name), last(ran, family), within=EXACT)
 
 
 def test_a_hybrid_model_with_experts_trains_as_without_plans(ran: dict[str, Any]) -> None:

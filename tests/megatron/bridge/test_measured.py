@@ -21,7 +21,7 @@ DIM = 4
 
 
 KINDS = ("lora", "dora")
-FAMILIES = ("qwen3", "gemma3", "gptoss", "qwen3moe", "glm4moe", "deepseek3")
+FAMILIES = ("qwen3", "gemma2", "gemma3", "gptoss", "qwen3moe", "glm4moe", "deepseek3")
 
 
 @pytest.fixture(scope="module")
