@@ -291,7 +291,7 @@ bool recomputes(const Found& found) {
     });
 }
 
-// Choices that a climb may end lower without: where memory is short, climbs end far from one another.
+// Where memory is short, climbs end far from one another; without some of the choices one may end lower.
 std::vector<Freedom> less_free(const Problem& problem) {
     std::vector<Freedom> all;
     if (problem.modes.size() > 1) {

@@ -36,6 +36,7 @@ from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing import CostModel, ModelState
 from megatron_dynapipe.costing.state import expert_bytes, parameter_bytes, trained_bytes
+from megatron_dynapipe.processes import set_parent_death_signal
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.tools.tuning.overlap import (
     EdgePasses,
@@ -128,6 +129,7 @@ _evaluator: Evaluator | None = None
 def _begin(evaluator: Evaluator) -> None:
     global _evaluator
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches.
+    set_parent_death_signal(signal.SIGKILL)
     _evaluator = evaluator
 
 
