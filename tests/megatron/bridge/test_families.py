@@ -30,15 +30,11 @@ TERMS = {
     "moe_router_bias_update_rate": 0.05,
 }
 TENSOR = {"tensor": 2, **SEVERAL, "forced": ALL_ON}
+WHOLE_EXPERTS = {"of_model": {"expert_tensor_parallel_size": 1}, "memory_limit_mb": 10.0}
 WITHOUT_PADDING = {"multiple": 1}
 """Bridge's own rows, whose routers would count padding."""
-ADAPTED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "lora one stage": ("lora on one rank", 1, {}),
-    "lora replicas": ("lora on one rank", 2, {}),
-    "lora tensor parallel": ("lora on tensor-parallel ranks", 2, {"tensor": 2}),
-    "dora virtual stages": ("dora on virtual stages", 2, {**TWO, "virtual": 2, "dora": True}),
-}
-"""Planned runs of adapters: the run of Bridge's own with the same adapters, ranks, and the layout."""
+ADAPTED = {"lora one stage": 1, "lora replicas": 2}
+"""Planned runs of adapters, by name, and their ranks."""
 LATE = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
 """A term of this project's own: it asks for the iteration before."""
 
@@ -64,13 +60,13 @@ def names() -> dict[str, tuple[int, bool, dict[str, Any]]]:
         "lora": (2, False, {"model": "qwen3moe", "lora": "saved", **SHARED}),
         "lora planned": (2, True, {"model": "qwen3moe", "lora": "saved", **LITTLE, **SHARED}),
         "halves": (2, True, {"model": "deepseek3", **TWO, **SEVERAL, "forced": ALL_ON, "layers": "0.5,1,1,1.5"}),
-        "sinks divided": (2, True, {"model": "gptoss", **TENSOR, "of_model": {"expert_tensor_parallel_size": 1}}),
+        "sinks divided": (2, True, {"model": "gptoss", **TENSOR, **WHOLE_EXPERTS}),
         "experts divided": (2, True, {"model": "deepseek3", **TENSOR}),
     }
-    for name, (own, ranks, layout) in ADAPTED.items():
-        layout = {"model": "qwen3moe", "lora": "saved", **layout}
-        rows[own] = (ranks if layout.keys() & {"tensor", "pipeline"} else 1, False, layout)
-        rows[name] = (ranks, True, {**layout, **LITTLE, "forced": PIECES})
+    adapters = {"model": "qwen3moe", "lora": "saved"}
+    rows["lora on one rank"] = (1, False, adapters)
+    for name, ranks in ADAPTED.items():
+        rows[name] = (ranks, True, {**adapters, **LITTLE, "forced": PIECES})
     return rows
 
 
@@ -121,12 +117,11 @@ def test_adapters_of_experts_that_replicas_share(ran: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_of_a_layout_train_as_without_plans(ran: dict[str, Any], name: str) -> None:
-    """Pieces in packed rows; on several stages or tensor-parallel ranks Bridge draws adapters' weights for each."""
+def test_adapters_in_pieces_train_as_without_plans(ran: dict[str, Any], name: str) -> None:
     planned = last(ran, name)
     assert planned["packed"]
     assert planned["seen"]["read"] >= planned["seen"]["add"] > 0
-    assert_same(planned, last(ran, ADAPTED[name][0]), within=EXACT)
+    assert_same(planned, last(ran, "lora on one rank"), within=EXACT)
 
 
 @pytest.mark.parametrize(
