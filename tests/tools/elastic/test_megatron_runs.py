@@ -46,16 +46,17 @@ def script(begun: Path, folder: Path, last: int) -> list[str]:
     return [*words, "--dynapipe-device", "cpu", "--dynapipe-elastic"]
 
 
-def trained(nodes: Nodes, node: int) -> dict[int, float]:
-    """Losses that a node has logged as the last rank."""
-    losses_of_node: dict[int, float] = {}
-    for start in nodes.said(node).split("WARNING: one_logger package")[1:]:
-        losses_of_node |= {int(number): float(loss) for number, loss in LINE.findall(start)}
-    return losses_of_node
+def trained(nodes: Nodes, *numbers: int) -> dict[int, float]:
+    """Losses that nodes have logged as the last rank: the last stage logs, which may be on either."""
+    losses_of: dict[int, float] = {}
+    for number in numbers:
+        for start in nodes.said(number).split("WARNING: one_logger package")[1:]:
+            losses_of |= {int(iteration): float(loss) for iteration, loss in LINE.findall(start)}
+    return losses_of
 
 
 def assert_as_undisturbed(nodes: Nodes, expected: dict[int, float], last: int) -> None:
-    by_iteration = trained(nodes, 1) | trained(nodes, 0)
+    by_iteration = trained(nodes, 1, 0)
     assert by_iteration == pytest.approx({number: expected[number] for number in range(2, last + 1)}, abs=1e-5)
 
 
@@ -65,8 +66,9 @@ def test_a_killed_node_s_run_goes_on_in_the_layout_that_fits(begun, expected, tm
     """By torchrun's plain command: kill -9 of the agent that does not host the rendezvous, and of its rank."""
     with Nodes(tmp_path, free_port(), most=2, script=script(begun, tmp_path, 60)) as nodes:
         stays, lost = nodes.start(), nodes.start()
-        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731  (the last stage logs)
-        nodes.until(lambda: max(both(), default=0) > 9 or stays.poll() is not None, "iterations of two nodes")
+        nodes.until(
+            lambda: max(trained(nodes, 0, 1), default=0) > 9 or stays.poll() is not None, "iterations of two nodes"
+        )
         kill(lost)
         assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
         assert re.findall(r"layout: (\d) ranks", nodes.said(0)) == ["2", "1"]
@@ -83,8 +85,7 @@ def test_nodes_come_and_leave_on_notice(begun: Path, expected: dict[int, float],
         starts = lambda: re.findall(r"layout: (\d) ranks", nodes.said(0))  # noqa: E731
         nodes.until(lambda: starts()[-1] == "2", "a layout of two")
         alone = len(trained(nodes, 0))
-        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731
-        nodes.until(lambda: len(both()) > alone + 3, "iterations of two nodes")
+        nodes.until(lambda: len(trained(nodes, 0, 1)) > alone + 3, "iterations of two nodes")
         leaves.send_signal(signal.SIGTERM)
         leaves.wait(DEADLINE_S)
         assert stays.wait(DEADLINE_S) == 0, nodes.said(0)[-3000:]
@@ -104,8 +105,9 @@ def test_a_killed_rank_s_run_goes_on_without_the_flag(begun: Path, expected: dic
     words += ["--non-persistent-save-interval", "1000"]
     with Nodes(tmp_path, free_port(), most=2, script=words) as nodes:
         first, second = nodes.start(), nodes.start()
-        both = lambda: trained(nodes, 0) | trained(nodes, 1)  # noqa: E731  (the last stage logs)
-        nodes.until(lambda: max(both(), default=0) > 9 or first.poll() is not None, "iterations of two ranks")
+        nodes.until(
+            lambda: max(trained(nodes, 0, 1), default=0) > 9 or first.poll() is not None, "iterations of two ranks"
+        )
         (rank,) = (child for child in psutil.Process(second.pid).children() if "pretrain" in " ".join(child.cmdline()))
         rank.kill()
         assert (first.wait(DEADLINE_S), second.wait(DEADLINE_S)) == (0, 0), nodes.said(0)[-3000:]
