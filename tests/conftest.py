@@ -31,6 +31,7 @@ LONGEST = (
     "modules/test_planning.py",
     "tools/tuning/test_tuning.py",
     "cli/test_tune.py",
+    *(f"megatron/bridge/test_{name}.py" for name in ("certify", "training", "families", "experts")),
 )
 """Files that take longer than others of as many tests: `make test` prints the longest tests, by which this is kept."""
 

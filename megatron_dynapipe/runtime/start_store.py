@@ -1,7 +1,7 @@
 """The key-value store over which ranks agree before any process group exists.
 
 torchrun's agent hosts it at MASTER_ADDR:MASTER_PORT and says so in the environment; other launchers have none, and
-there every rank stands for itself. Elastic runs ask for a store of this start alone (`renew`).
+there every rank stands for itself. Runs that may start again ask for a store of this start alone (`renew`).
 """
 
 import contextlib
@@ -23,6 +23,11 @@ _SAY_S = 5.0
 _POLL_S = 0.05
 _AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 _renewed: Store | None = None
+
+
+def may_start_again() -> bool:
+    """Whether torchrun starts the ranks anew when one fails."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def has_store() -> bool:

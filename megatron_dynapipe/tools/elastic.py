@@ -36,7 +36,7 @@ from megatron_dynapipe.megatron.flags.checkpoints import TRACKER, checkpoint_of,
 from megatron_dynapipe.megatron.flags.planning_flags import EQUAL
 from megatron_dynapipe.outputs import LOCK_SHARE, lock_folder, replace_bytes, say, unwritten
 from megatron_dynapipe.processes import end_with_launcher, package_path, run_guarded
-from megatron_dynapipe.runtime.start_store import from_rank_0, renew
+from megatron_dynapipe.runtime.start_store import from_rank_0, may_start_again, renew
 from megatron_dynapipe.service.settings import MeasuredCosts, PlanInputs
 
 ELASTIC = "--dynapipe-elastic"
@@ -85,7 +85,7 @@ def adapting(main: Callable[[], None]) -> Callable[[], None]:
         if is_elastic:
             end_with_launcher(signal.SIGKILL)  # SIGTERM would be a notice, and the rank would go on to save
             _take_notices()
-        if is_elastic or _may_start_again():
+        if is_elastic or may_start_again():
             renew(early_flags(sys.argv[1:]).dynapipe_timeout_s)
         if not is_elastic:
             return main()
@@ -96,11 +96,6 @@ def adapting(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _may_start_again() -> bool:
-    """Whether torchrun starts the ranks anew when one fails."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-
-
 def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[argparse.Action]) -> None:
     """Give parsed flags the layout that fits the ranks that are there; changes nothing without `--dynapipe-elastic`.
 
@@ -108,7 +103,7 @@ def fit_layout(args: argparse.Namespace, family: ModelFamily, known: Sequence[ar
         ConfigError: no layout fits, or a flag that elastic runs need is missing.
     """
     if not args.dynapipe_elastic:
-        if _may_start_again() and not (args.save and args.load == args.save):
+        if may_start_again() and not (args.save and args.load == args.save):
             folder = args.save or "FOLDER"
             first = f" --pretrained-checkpoint {args.load}" if args.load else ""
             say(f"a start after a failure begins anew; --save {folder} --load {folder}{first} has it go on")

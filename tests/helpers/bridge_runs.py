@@ -35,12 +35,14 @@ from megatron_dynapipe.megatron.bridge import layers as layer_choice
 from megatron_dynapipe.megatron.bridge.run import PlannedRecipe
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.megatron.hooks.replacements import TABLE
+from megatron_dynapipe.megatron.supply import recorder
 from megatron_dynapipe.report.records import StageRecord, decode_records
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
 from megatron_dynapipe.tools.certify import recipe_rank as certify_worker
 from tests.helpers.bridge_families import configuration, flex_attention, with_plain_experts
 from tests.helpers.bridge_forced import chosen, counting, fault, forcing
 from tests.helpers.bridge_samples import BATCH, LENGTH, TEMPLATE, StockDataset, write_own_samples
+from tests.helpers.entry_scripts import undrawn
 from tests.helpers.random_dataset import VOCABULARY, word_tokenizer
 
 LAYERS = 4
@@ -309,6 +311,7 @@ def train(
         with stock(config, StockDataset(dataloader_type="external", folder=found, own=own, multiple=multiple)):
             loop(config=config, forward_step_func=forward_step, callbacks=[kept])
         return kept.kept()
+    recorder._told = undrawn
     report = dataset if own is not None else f"{dataset}-report"
     given = {"report_folder": report, "memory_limit_mb": memory_limit_mb, "calibrate_s": calibrate_s}
     given |= {"layers": layers if layers in layer_choice.LAYERS else layer_choice.AUTO}

@@ -18,6 +18,7 @@ from megatron_dynapipe.megatron.bridge.run import PlannedRecipe, Recipe
 from megatron_dynapipe.megatron.hooks import repairs
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.report import REPORT_FOLDER
+from megatron_dynapipe.runtime.start_store import may_start_again, renew
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import find_address
 
@@ -102,8 +103,11 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
-    with in_python(), PlannedRecipe(host) as run, planning(config, run):
-        yield run
+    with in_python():
+        if may_start_again():
+            renew(timeout_s)
+        with PlannedRecipe(host) as run, planning(config, run):
+            yield run
 
 
 def checked(config: Any) -> Any:

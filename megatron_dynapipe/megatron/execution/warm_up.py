@@ -5,7 +5,8 @@ device. Inside a list the device may stand at a receive, whose sender may wait l
 
 Functions compiled by `torch.compile` (Megatron's fused bias-GELU and SwiGLU among them) are compiled for one shape,
 then once more with the dimensions left open that were found to differ; a dimension of 1 and gradients on or off are
-told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile.
+told apart. So two lengths, one row and several, padded and packed, training and evaluation leave nothing to compile;
+one length is enough where nothing is compiled (TORCH_COMPILE_DISABLE).
 What picks a kernel by its sizes, as cuBLAS does, meets the first plan's sizes when its list is run alone
 (`forward_backward.run_iteration`). It need not meet sizes of later plans: on several stages all kernels of libraries
 are loaded from the start (`CUDA_MODULE_LOADING=EAGER`, `entry/bootstrap.py`), so that another pick loads nothing.
@@ -149,16 +150,20 @@ def _run(context: PassContext, chunk: int, received: Sequence[torch.Tensor], *, 
 
 
 def _micro_batches(settings: PlannerSettings, longest: Shape, required: RequiredFields) -> list[HostMicroBatch]:
-    """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths."""
+    """One padded row and two, of two lengths, as far as samples are as long; packed rows of two lengths.
+
+    Of one length without a compiler.
+    """
+    count = 1 if dynamo.disable else 2
     family = settings.model.family
     batch_layouts = settings.micro_batch_layouts
     micro_batches = []
     multiple = settings.length_multiple
     longer = [min(LENGTH * multiple, length) for length in longest[1:]]
-    for lengths in (longer, [round_up(length // 2, multiple) for length in longer]):
+    for lengths in (longer, [round_up(length // 2, multiple) for length in longer])[:count]:
         sizes = (1, 2) if BatchLayout.PADDED in batch_layouts else ()
         micro_batches += [_micro_batch(family, Shape(size, *lengths), required) for size in sizes]
-    for least in ROWS if BatchLayout.PACKED in batch_layouts else ():
+    for least in ROWS[:count] if BatchLayout.PACKED in batch_layouts else ():
         positions = round_up(least, multiple)
         shape = Shape(1, positions, positions if family.is_encoder_decoder else 0)
         samples = -(-positions // min(filter(None, longest[1:])))
