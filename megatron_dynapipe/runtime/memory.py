@@ -1,8 +1,9 @@
 """Memory: what passes take, what PyTorch's allocator holds of a GPU, and reserving what plans may use at once."""
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_dynapipe.core.errors import ConfigError
+from megatron_dynapipe.core.errors import ConfigError, ExecutionError
 from megatron_dynapipe.core.units import in_mb
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -162,3 +163,26 @@ def reserve(limit_bytes: int, device: torch.device) -> int:
             hint="lower --dynapipe-device-memory-limit, or end what else uses the device",
         ) from None
     return missing
+
+
+@contextlib.contextmanager
+def counted_on(limit_bytes: int) -> Iterator[None]:
+    """Memory that runs out in the block is named next to the limit that plans were made with.
+
+    Raises:
+        ExecutionError: with the notes of PyTorch's error, which name the instruction.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        (planned,) = in_mb(limit_bytes)
+        short = ExecutionError(
+            f"the device is out of memory, of which plans may use {planned}: {str(error).splitlines()[0]}",
+            hint="lower --dynapipe-device-memory-limit by what else holds memory there, or end it; the report compares"
+            " what was planned with what was used",
+        )
+        for note in getattr(error, "__notes__", ()):
+            short.add_note(note)
+        raise short from error

@@ -15,6 +15,7 @@ from megatron_dynapipe.megatron.execution.micro_batch_context import MicroBatchC
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch
 from megatron_dynapipe.megatron.execution.warm_up import LENGTH, warm_up
 from megatron_dynapipe.runtime import StepRunner, StepTotals
+from megatron_dynapipe.runtime.memory import counted_on
 from megatron_dynapipe.store.entry import StageEntry
 
 
@@ -79,19 +80,20 @@ class IterationRunner:
             self.shape = micro_batch.shape
             context.begin(entry.iteration, index, micro_batch.recompute[virtual_stage])
 
-        return run_iteration(
-            self.steps,
-            entry.stage_plan,
-            models,
-            forward_step,
-            lambda index: self.make_batch(host(index), self.steps.device),
-            prepare=prepare,
-            warm_up=lambda: self.warm_up(models, forward_step, iteration=entry.iteration, longest=longest),
-            forward_only=forward_only,
-            force_all_reduce=force_all_reduce,
-            has_idle_replica=0 in entry.totals.micro_batches,
-            divides_apart=self.settings.divides_apart,
-        )
+        with counted_on(self.settings.memory_limit_bytes):
+            return run_iteration(
+                self.steps,
+                entry.stage_plan,
+                models,
+                forward_step,
+                lambda index: self.make_batch(host(index), self.steps.device),
+                prepare=prepare,
+                warm_up=lambda: self.warm_up(models, forward_step, iteration=entry.iteration, longest=longest),
+                forward_only=forward_only,
+                force_all_reduce=force_all_reduce,
+                has_idle_replica=0 in entry.totals.micro_batches,
+                divides_apart=self.settings.divides_apart,
+            )
 
     def warm_up(
         self, models: Sequence[torch.nn.Module], forward_step: ForwardStep, *, iteration: int, longest: Shape

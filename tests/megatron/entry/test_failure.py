@@ -120,6 +120,29 @@ def test_a_rank_that_is_stopped_is_named_within_the_deadline(data, tmp_path):
     assert told in waiting["stderr"]
 
 
+def run_short_of_memory(rank: int, world_size: int, argv: list[str]) -> dict[str, object]:
+    """In its second iteration rank 1 asks the system for more memory than there is."""
+    from megatron_dynapipe.megatron.execution import iterations
+
+    run, calls = iterations.run_iteration, itertools.count()
+
+    def asking(runner: object, plan: object, models: object, step: object, load: object, **named: object) -> object:
+        too_large = rank == 1 and next(calls) == 1
+        return run(runner, plan, models, step, (lambda _: torch.empty(1 << 48)) if too_large else load, **named)
+
+    iterations.run_iteration = asking
+    return entry_scripts.run_entry(rank=rank, world_size=world_size, script=script_of("gpt"), argv=argv, **ALONE)
+
+
+def test_a_rank_out_of_memory_says_what_plans_counted_on(data, tmp_path):
+    argv = words("gpt", data, "--train-iters 4", report=tmp_path / "report")
+    other, short = run_ranks(run_short_of_memory, 2, {"argv": argv})
+    assert (other["status"], short["status"]) == (1, 1)
+    assert "[rank 1] error: the device is out of memory, of which plans may use " in short["stderr"]
+    assert "--dynapipe-device-memory-limit" in short["stderr"] and "--> LOAD0 <--" in short["stderr"]
+    assert "rank 1 failed first: ExecutionError: the device is out of memory" in other["stderr"]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     """Of Megatron's writer, torch's archives and the system; what is raised elsewhere stays as it is."""
 
