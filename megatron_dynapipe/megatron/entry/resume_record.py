@@ -37,6 +37,7 @@ from megatron_dynapipe.megatron.flags.checkpoints import (
 )
 from megatron_dynapipe.megatron.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
 from megatron_dynapipe.outputs import replace_bytes
+from megatron_dynapipe.service.corrections import Percents
 from megatron_dynapipe.service.settings import PlanInputs
 
 if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before the CPU platform is in force
@@ -45,7 +46,7 @@ if TYPE_CHECKING:  # it imports Megatron, which entry scripts must not before th
 logger = logging.getLogger(__name__)
 NAME = "dynapipe.json"
 VERSION: Final = "dynapipe-run/4"
-_OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes")
+_OF_A_START = (".first_iteration", ".first_sample", ".iterations", ".model_state_bytes", ".corrections")
 _OF_MODEL = "planner.model."
 """Settings of planners that repeat what `ResumeRecord.model` says."""
 _LAYOUT = tuple(
@@ -69,6 +70,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
         dataset: digest of each file.
         settings: what plans are made from, layout included, and how the model is trained, field by field.
         began: the iteration from which on batches are these settings', and the place in the samples where it began.
+        corrections: the latest of its costs (`PlannerSettings.corrections`).
     """
 
     format: Literal["dynapipe-run/4"] = VERSION
@@ -77,6 +79,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
     dataset: dict[str, str]
     settings: dict[str, str]
     began: tuple[int, int]
+    corrections: Percents = ()
 
 
 def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
@@ -97,6 +100,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
         dataset=files or check_files(run.data, splits, {}),
         settings=settings | training,
         began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
+        corrections=inputs.planner.corrections,
     )
 
 
@@ -121,6 +125,10 @@ class CheckpointRecords:
         self._is_local = local
         self._known = self._last_save()
         self._writing: threading.Thread | None = None
+
+    def correct(self, corrections: Percents) -> None:
+        """Checkpoints from now on hold these."""
+        self._record = msgspec.structs.replace(self._record, corrections=corrections)
 
     def finish(self) -> None:
         """Wait for digests that are being written: no thread can do it once the interpreter ends."""

@@ -1,4 +1,4 @@
-"""The place in the data at which a run goes on: after as many samples as were consumed, in whatever batches.
+"""Where a run goes on: after as many samples as were consumed, in whatever batches, with the costs that it had found.
 
     batches of 8, then of 16      ├──┼──┼──┼──┼──┼──┤────┼────┼────
     iteration                     0  1  2  3  4  5  6    7    8          place of iteration 6: 48, not 6 × 16
@@ -18,6 +18,11 @@ from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 
 _SAMPLER = "splits.train.sampler."
+_TIMED = (
+    "costs",
+    *(f"planner.{name}" for name in ("tensor_parallel", "pipeline_parallel", "layers_per_stage", "chunks")),
+)
+"""Settings with which corrections of costs stay what they were."""
 
 
 def resumed_inputs(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
@@ -28,20 +33,27 @@ def resumed_inputs(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
     """
     iteration, consumed = (getattr(counters(args), name) for name in ("iteration", "consumed_train_samples"))
     train, *others = run.inputs.splits
-    place = _place(run, iteration=iteration, consumed=consumed)
+    folder = run.checkpoints.resumed()
+    record = None if folder is None or not iteration else read_record(folder / NAME)
+    place = _place(run, record, iteration=iteration, consumed=consumed)
     train = msgspec.structs.replace(train, first_iteration=iteration, first_sample=place)
     if place and train.sampler.epochs is not None:
         args.train_iters = split_sampler(run.data, train).batches.count
     elif consumed and args.train_samples is not None:
         args.train_iters = iteration + max(args.train_samples - consumed, 0) // args.global_batch_size
     train = msgspec.structs.replace(train, iterations=max(args.train_iters - iteration, 0))
-    return msgspec.structs.replace(run.inputs, splits=(train, *others))
+    inputs = msgspec.structs.replace(run.inputs, splits=(train, *others))
+    if record is None or args.dynapipe_correct != "on":
+        return inputs
+    fields = inputs.fields()
+    if any(record.settings.get(name) != fields[name] for name in _TIMED):
+        return inputs
+    planner = msgspec.structs.replace(inputs.planner, corrections=record.corrections)
+    return msgspec.structs.replace(inputs, planner=planner)
 
 
-def _place(run: RunConfig, *, iteration: int, consumed: int) -> int:
+def _place(run: RunConfig, record: ResumeRecord | None, *, iteration: int, consumed: int) -> int:
     """The place in the stream of samples: as many as were consumed, and with DROP those that were left out, too."""
-    folder = run.checkpoints.resumed()
-    record = None if folder is None or not iteration else read_record(folder / NAME)
     saved = None if record is None else _sampler_of(record)
     sampler = saved or run.sampler
     if not iteration or sampler.last_batch is not LastBatch.DROP:

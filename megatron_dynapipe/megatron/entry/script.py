@@ -33,6 +33,7 @@ from megatron_dynapipe.megatron.run.start_clock import StartClock
 from megatron_dynapipe.runtime import platform_of
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.runtime.memory import reserve
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.settings import PlanInputs
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ class Script(Host):
     def about(self, inputs: PlanInputs, models: Sequence[nn.Module]) -> Mapping[str, str]:
         """What the flags say of it."""
         return about(self.config)
+
+    def corrected(self, correction: Correction) -> None:
+        """Checkpoints hold it."""
+        for records in self._records:
+            records.correct(correction.percents)
 
     def begin_iteration(self) -> None:
         """Megatron may have saved a checkpoint since the last one."""

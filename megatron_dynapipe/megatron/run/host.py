@@ -18,6 +18,7 @@ from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch, batch_maker, required_fields
 from megatron_dynapipe.megatron.supply.config import SupplyConfig
 from megatron_dynapipe.runtime.control_group import ControlGroup
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.settings import PlanInputs
 
 
@@ -65,6 +66,10 @@ class Host(Protocol):
     def make_batch(self, models: Sequence[nn.Module]) -> MakeBatch:
         """The function that makes of host tensors what the step function takes."""
         return batch_maker(models)
+
+    def corrected(self, correction: Correction) -> None:
+        """Plans count on corrected costs from an iteration on."""
+        return
 
     def begin_iteration(self) -> None:
         """An iteration has its plan, and begins."""

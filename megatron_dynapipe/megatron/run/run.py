@@ -32,7 +32,7 @@ from megatron_dynapipe.megatron.run.host import Host
 from megatron_dynapipe.megatron.run.log import RunLog
 from megatron_dynapipe.megatron.run.start_clock import StartClock
 from megatron_dynapipe.megatron.supply.agreement import AgreedIterator, check_same_run
-from megatron_dynapipe.megatron.supply.corrector import Corrector
+from megatron_dynapipe.megatron.supply.corrector import Corrector, described
 from megatron_dynapipe.megatron.supply.plan_supply import PlanSupply
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.corrections import Correction
@@ -138,6 +138,10 @@ class Run:
         make_log = partial(RunLog, host, inputs, control, about=host.about(inputs, models), longest=self._longest)
         make_log = partial(make_log, measured=None if self._corrector is None else self._corrector.add)
         self.log = control.run_on_all(partial(make_log, stage=steps.stage, stages=steps.stages))
+        if percents := inputs.planner.corrections:
+            found = Correction(number=0, first_iteration=inputs.splits[0].first_iteration, percents=percents)
+            self.log.add_correction(found)
+            self.log.say_on_first(described(found))
         make_batch = host.make_batch(models)
         self._runner = IterationRunner(steps, inputs.planner, required=required, make_batch=make_batch, seed=host.seed)
         self.clock.ends("planner and connections")
@@ -211,6 +215,7 @@ class Run:
         is_known = self._supply.correct(correction)
         if is_known:
             self.log.add_correction(correction)
+            self.host.corrected(correction)
         return is_known
 
     def _evaluate(self, split: str, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:

@@ -66,7 +66,7 @@ class Corrector:
         self._since = first_iteration + _FIRST
         self._is_computed = is_computed
         self._adopt = adopt
-        self._percents: Percents = ((100,) * 3,) * (self._stages * self._chunks)
+        self._percents: Percents = settings.corrections or ((100,) * 3,) * (self._stages * self._chunks)
         self._number = 0
         self._has_named = False
         self._ratios: list[torch.Tensor] = []

@@ -65,12 +65,17 @@ def test_a_script_of_the_user_s_own_enters_by_the_package_s_door(data, tmp_path)
 
 def test_plans_follow_what_passes_take(data, tmp_path):
     """Costs computed for another device have stages' forward and backward passes in another ratio than this machine."""
-    flags = "--pipeline-model-parallel-size 2 --train-iters 28 --dynapipe-lookahead 1"
+    flags = f"--pipeline-model-parallel-size 2 --dynapipe-lookahead 1 --save {tmp_path / 'saved'} --save-interval 28"
+    flags += " --train-iters 28"
     runs = train("gpt", data, flags, ranks=2, report=tmp_path / "on")
     first = re.search(r"^costs from iteration (\d+) on: .* × \d\.\d\d", runs[0]["stdout"], re.MULTILINE)
     assert first is not None and 18 < int(first[1]) < 26
     records = {r.iteration: r.corrections for r in read_run(tmp_path / "on").iterations}
     assert [bool(records[iteration]) for iteration in (0, int(first[1]) - 2, int(first[1]) - 1, 27)] == [0, 0, 1, 1]
+    rest = f"{flags} --train-iters 29 --override-opt-param-scheduler --load {tmp_path / 'saved'}"
+    resumed = train("gpt", data, rest, ranks=2, report=tmp_path / "resumed")
+    assert "costs from iteration 29 on: " in resumed[0]["stdout"]
+    assert [r.corrections for r in read_run(tmp_path / "resumed").iterations] == [records[27]]
     off = train("gpt", data, f"{flags} --dynapipe-correct off", ranks=2, report=tmp_path / "off")
     assert not any(r.corrections for r in read_run(tmp_path / "off").iterations)
     assert off[-1]["losses"] == pytest.approx(runs[-1]["losses"], rel=1e-5)
