@@ -26,7 +26,6 @@ from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped
 from megatron_dynapipe.tools.prepare.staging import Staging
 from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, pad_id, start_id
 
-MOST_TASKS = 2**15
 MOST_LOST = 64
 """Names of what is not written that samples are marked with."""
 _SAMPLES_AT_ONCE = 2**14
@@ -59,8 +58,6 @@ class Samples:
         self.lengths = np.stack([rows["input"], rows["target"]], 1)
         self.ends = np.stack([rows["input_end"], rows["target_end"]], 1)
         self.tasks = sorted(self.texts[at] for at in np.unique(rows["task"][self.given]))
-        if len(self.tasks) > MOST_TASKS:
-            raise DataError(f"expected at most {MOST_TASKS} tasks, got {len(self.tasks)}")
         places = {name: at for at, name in enumerate(self.tasks)}
         of_texts = np.array([places.get(text, -1) for text in self.texts], np.int16)
         self.task_ids = np.where(self.given, of_texts[rows["task"]], np.int16(-1))

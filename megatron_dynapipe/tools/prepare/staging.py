@@ -18,6 +18,7 @@ from megatron_dynapipe.tools.prepare.encode import SAMPLE, Array, EncodedRows
 
 TOKENS, TOKENIZER, FINISHED, OLD = "tokens", "tokenizer", "dataset", "old"
 """In it: the samples' tokens, the tokenizer, the dataset that is put together, and the one that was replaced."""
+MOST_TASKS = 2**15
 
 
 class Staging:
@@ -31,6 +32,7 @@ class Staging:
     def __init__(self, folder: Path) -> None:
         self._tokens = (folder / TOKENS).open("wb")
         self._texts: dict[str, int] = {}
+        self._tasks: set[int] = set()
         self._samples = [np.empty(0, SAMPLE)]
         self._spans = [np.empty((0, 3), np.int64)]
         self.rows = 0
@@ -45,6 +47,9 @@ class Staging:
         places = np.array([self._texts.setdefault(text, len(self._texts)) for text in rows.texts], np.uint32)
         for name in ("task", "lost"):
             rows.samples[name] = places[rows.samples[name]]
+        self._tasks.update(np.unique(rows.samples["task"]).tolist())
+        if len(self._tasks) > MOST_TASKS:
+            raise DataError(f"expected at most {MOST_TASKS} tasks, got {len(self._tasks)}")
         self._samples.append(rows.samples)
         self._spans.append(rows.spans + np.array([self.rows, 0, 0]))
         self.rows += len(rows.samples)

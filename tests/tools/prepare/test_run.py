@@ -9,7 +9,7 @@ from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_meta
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
-from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, assemble, prepare_dataset
+from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset, staging
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 from megatron_dynapipe.tools.prepare.text_encoder import TextEncoder
 
@@ -163,7 +163,7 @@ ALL_TOO_LONG = {"vocabulary_size": 270, "max_input_length": 1, "max_target_lengt
     ids=["vocabulary", "too long", "all too long", "none", "tasks", "no input", "no target"],
 )
 def test_what_makes_no_dataset_leaves_what_was_there(tmp_path, monkeypatch, samples, changes, message) -> None:
-    monkeypatch.setattr(assemble, "MOST_TASKS", 20)
+    monkeypatch.setattr(staging, "MOST_TASKS", 20)
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "data", samples, **changes)
