@@ -37,6 +37,7 @@ _ROWS_UNPACKED = 64
 _PACKED = (".gz", ".bz2", ".zst")
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
+_TEXTS_OF_ARROW = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _UTF8_MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -248,16 +249,11 @@ def _plain_bytes(table: Any) -> int:
     """Count the bytes of a table's values; a dictionary's values count as often as rows name them."""
     size: int = table.nbytes
     for field in table.schema:
-        if pa.types.is_dictionary(field.type) and _is_bytes(field.type.value_type):
+        if pa.types.is_dictionary(field.type) and field.type.value_type in _TEXTS_OF_ARROW:
             column = table[field.name]
             for chunk in getattr(column, "chunks", [column]):
                 size += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
     return size
-
-
-def _is_bytes(kind: Any) -> bool:
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _arrow(path: Path) -> Iterator[Any]:
@@ -306,13 +302,10 @@ def _rows_of_table(name: str, table: Any, needed: Collection[str], *, drops_null
         plain = _plain(field.type, drops_nulls=drops_nulls)
         values = table[field.name].to_pylist()
         try:
-            if plain is not None:
-                values = [value if value is None else plain(value) for value in values]
+            columns[field.name] = values if plain is None else [None if one is None else plain(one) for one in values]
         except ValueError as error:
             if field.name in needed:
                 raise DataError(f"{name}: expected text in the column {field.name}: {error}") from error
-        else:
-            columns[field.name] = values
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -321,7 +314,7 @@ def _plain(kind: Any, *, drops_nulls: bool) -> Callable[[Any], Any] | None:
 
     Bytes are UTF-8, as old writers store text; `datasets` stores values of mixed types as JSON.
     """
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+    if kind in (pa.binary(), pa.large_binary(), pa.binary_view()):
         return bytes.decode
     if getattr(kind, "extension_name", "") == "arrow.json":
         return msgspec.json.decode
