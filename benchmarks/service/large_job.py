@@ -50,8 +50,8 @@ def write_lengths(folder: Path, *, samples: int, mean: int) -> None:
     random = np.random.default_rng(0)
     whole = np.clip(random.lognormal(np.log(mean) - 0.5, 1.0, samples), 4, LONGEST).astype(np.int64)
     targets = np.maximum(whole // 8, 1)
-    lengths = np.stack([whole - targets, targets], axis=1).reshape(-1).astype(np.int32)
-    write_index(folder / "train", np.dtype("<u2"), samples, lambda: [lengths])
+    lengths = np.stack([whole - targets, targets], axis=1).astype(np.int32)
+    write_index(folder / "train", np.dtype("<u2"), lengths)
     with (folder / "train.bin").open("wb") as file:
         file.truncate(2 * int(lengths.sum()))
 

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.data.identity import FileDigests, checksums_path, files_of, manifest_path
+from megatron_dynapipe.data.identity import FileDigests, files_of, manifest_path
 from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, write_meta
-from megatron_dynapipe.data.writing import save_array, token_dtype, write_index
+from megatron_dynapipe.data.writing import token_dtype, write_split
 from megatron_dynapipe.outputs import say
-from megatron_dynapipe.sampling import spans_path
-from megatron_dynapipe.sampling.lengths import data_path, task_ids_path
+from megatron_dynapipe.sampling.lengths import data_path
 
 Sample = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """Tokens, and for each of them whether it is learned; the first never is, the last one is."""
@@ -112,9 +111,6 @@ def _write_split(prefix: Path, samples: Iterable[Sample | None], vocabulary: int
         total = skipped + len(lengths)
         say(f"{prefix.name}: {skipped} of {total} samples are left out, as nothing of them is learned")
     pairs = np.array(lengths, np.int32).reshape(-1, 2)
-    write_index(prefix, dtype, len(pairs), lambda: [pairs.ravel()])
-    save_array(checksums_path(prefix), np.array(checksums, np.uint32))
-    save_array(task_ids_path(prefix.parent, prefix.name), np.zeros(len(pairs), np.int16))
-    if earlier:
-        save_array(spans_path(prefix), np.array(earlier, np.int64))
+    tasks = np.zeros(len(pairs), np.int16)
+    write_split(prefix, dtype, pairs, tasks, np.array(checksums, np.uint32), np.array(earlier, np.int64).reshape(-1, 3))
     return pairs

@@ -18,5 +18,4 @@ def write_samples(prefix: Path, samples: Iterable[tuple[Sequence[int], Sequence[
     tokens = [np.asarray([*inputs, *targets], dtype).tobytes() for inputs, targets in pairs]
     data_path(prefix).write_bytes(b"".join(tokens))
     save_array(checksums_path(prefix), np.array([zlib.crc32(sample) for sample in tokens], np.uint32))
-    lengths = np.array([len(part) for pair in pairs for part in pair], "<i4")
-    write_index(prefix, dtype, len(tokens), lambda: [lengths])
+    write_index(prefix, dtype, np.array([[len(part) for part in pair] for pair in pairs], "<i4").reshape(-1, 2))

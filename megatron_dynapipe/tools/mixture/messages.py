@@ -1,11 +1,11 @@
-"""A row's conversation, however it is written, as the messages that a chat template reads.
+"""Reads a row's conversation, in any of its usual forms, as the messages that a chat template takes.
 
     OpenAI's        {"role": "assistant", "content": null, "tool_calls": […], "weight": 0}
     ShareGPT's      {"from": "gpt", "value": "…"}, also "function_call" with a call as JSON
     parts           {"role": "user", "content": [{"type": "text", "text": "…"}]}
     text            "[{\\"role\\": …}]", a list of messages as JSON, or a list of JSON texts
 
-Whatever else a message has goes to the template with it; null is as if the key were not there, as in transformers.
+The template gets everything else that a message has, too. A null counts as an absent key, as in transformers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ type Message = dict[str, Any]
 
 
 class RowError(Exception):
-    """An error in a row, without its place, which the reader knows.
+    """An error in a row; whoever reads the row adds its place.
 
     Attributes:
         hint: the next step, where the one of the row's kind is not enough.
@@ -49,7 +49,7 @@ class RowError(Exception):
 
 
 class TemplateError(RowError):
-    """A row that is as it should be, but that a template cannot write."""
+    """The row is correct, but a template cannot write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _part(at: int, part: Any) -> dict[str, Any]:
 
 
 def _read_calls(at: int, message: Message, *, is_call: bool) -> None:
-    """Have a message's calls under `tool_calls`, also one that is its content, or OpenAI's old `function_call`."""
+    """Move a message's calls to `tool_calls`: from its content, or from OpenAI's old `function_call`."""
     if is_call and isinstance(content := message.get("content"), str):
         try:
             decoded = msgspec.json.decode(content)
@@ -213,7 +213,7 @@ def _read_calls(at: int, message: Message, *, is_call: bool) -> None:
 
 
 def _switch(at: int, message: Message) -> bool | None:
-    """Whether a message says that it is learned; None if it says nothing."""
+    """Read whether a message says that it is learned; None if it says nothing."""
     values = []
     for key in SWITCHES:
         if key in message:

@@ -12,8 +12,8 @@ import msgspec
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.digests import WHOLE_BYTES, file_digest
-from megatron_dynapipe.tools.mixture.fields import columns_of
-from megatron_dynapipe.tools.mixture.rows import SUFFIXES, Block, ending_of, file_blocks, hub_blocks, rows_as_block
+from megatron_dynapipe.tools.mixture.blocks import SUFFIXES, Block, ending_of, file_blocks, hub_blocks, rows_as_block
+from megatron_dynapipe.tools.mixture.row_reader import columns_of
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 
 _ROWS_AT_ONCE = 1000
@@ -30,14 +30,12 @@ class SourcePart:
     Attributes:
         blocks: gives its rows in order, the same whenever called.
         fingerprint: gives a text that differs where the rows may differ.
-        size: bytes, for progress; 0 where that is not known.
-        path: the file's, if it is one.
+        size: bytes, for progress; 0 if that is not known.
     """
 
     blocks: Callable[[], Iterator[Block]]
     fingerprint: Callable[[], str]
     size: int = 0
-    path: Path | None = None
 
 
 Source = Sequence[SourcePart]
@@ -86,12 +84,12 @@ def _open(spec: TaskSpec, root: Path, hub_root: Path | None) -> Source:
 
 def _file(path: Path, read: Mapping[str, Any]) -> SourcePart:
     def fingerprint() -> str:
-        """Name, size and contents; of a very large file blocks of it and its time of change."""
+        """Digest a file's name and contents; of a very large file blocks and its time of change."""
         digest = file_digest(path)
         stat = path.stat()
         return f"{path.name} {digest}" + (f"\0{stat.st_mtime_ns}" if stat.st_size > WHOLE_BYTES else "")
 
-    return SourcePart(partial(file_blocks, path, **read), fingerprint, path.stat().st_size, path)
+    return SourcePart(partial(file_blocks, path, **read), fingerprint, path.stat().st_size)
 
 
 def _table(name: str, rows: Any, read: Mapping[str, Any]) -> SourcePart:
@@ -107,7 +105,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def load_hub(name: str, config: str | None, split: str, hub_root: Path | None) -> Any:
-    """A `datasets.Dataset` from the hub, from a copy of it, or from a folder written by save_to_disk.
+    """Load a `datasets.Dataset` from the hub, from a copy of it, or from a folder that save_to_disk wrote.
 
     Raises:
         DataError: it cannot be loaded.
@@ -132,7 +130,7 @@ def load_hub(name: str, config: str | None, split: str, hub_root: Path | None) -
 
 
 def files_of_source(source: str | Sequence[str], root: Path, split: str | None = None) -> list[Path]:
-    """The files that paths, patterns and folders name, each list of matches in the order of names.
+    """Find the files that paths, patterns and folders name; the matches of each are sorted by name.
 
     Args:
         source: paths, patterns or folders.
@@ -151,11 +149,8 @@ def files_of_source(source: str | Sequence[str], root: Path, split: str | None =
         elif path.exists():
             matches = [path]
         else:
-            base, pattern = (
-                (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (Path(), str(path))
-            )
-            found = (file for file in base.glob(pattern) if file.is_file()) if set(entry) & set("*?[") else iter(())
-            matches = _of_split(path, sorted(found), split)
+            found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+            matches = _of_split(path, sorted(file for file in found if file.is_file()), split)
         if not matches:
             raise DataError(
                 f"{path}: expected a file, a folder of files or a pattern{f' of {split}' if split else ''}, found none",
@@ -170,7 +165,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _of_split(source: Path, files: Sequence[Path], split: str | None) -> list[Path]:
-    """The files of a split; raises DataError if no split is asked for and the files belong to several."""
+    """Choose the files of a split; raises DataError if no split is asked for and the files belong to several."""
     base = Path(*source.parts[: next((at for at, part in enumerate(source.parts) if set(part) & set("*?[")), None)])
     of = {file: _split_of(file.relative_to(base)) for file in files}
     if split is not None:
@@ -185,7 +180,7 @@ def _of_split(source: Path, files: Sequence[Path], split: str | None) -> list[Pa
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a path says, the last one if its folders say others."""
+    """Read the split from a path; its last word for one counts."""
     said = (
         (found.start(), split)
         for split, words in SPLITS.items()

@@ -87,7 +87,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         date: today, for chat templates that ask; None for a fixed day.
         empty_thoughts: whether an empty thought that a chat template writes by itself is learned.
         roles: the template's names of roles that the rows name otherwise.
-        system: the column of a conversation's system message; None for `fields.SYSTEM_COLUMNS`.
+        system: the column of a conversation's system message; None for `row_reader.SYSTEM_COLUMNS`.
         template_arguments: variables of the chat template; a row's own win.
         strip_newlines: whether answers lose the newlines with which they begin.
         weight: how often it is drawn, see `Mixing`.

@@ -1,4 +1,4 @@
-"""Jinja templates of rows: sandboxed, the same text at every reading, and bounded in time and memory.
+"""Renders Jinja templates in a sandbox, with the same text at every reading, and in bounds of time and memory.
 
 A template is a program of whoever wrote the mixture, or of whoever published the tokenizer, and may be a mistake:
 `{% for a in text %}{% for b in text %}` over a long text runs for hours without a word, and so do filters.
@@ -42,7 +42,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Rows are rendered in here, each after `begin_row`; one that takes too much raises OverflowError or MemoryError.
+    """Render rows in here, each after `begin_row`; one that takes too much raises OverflowError or MemoryError.
 
     The bound of time is the process's own alarm, which rings in its first thread alone: other threads have none.
     """
@@ -82,7 +82,7 @@ def _ring(*_: object) -> None:
 
 
 def _most_memory(*limits: int) -> int:
-    """What the process may have of addresses: what it has, and a row's; no more than it was allowed."""
+    """Compute the address space that the process may use: what it uses now and a row's, within its own limit."""
     pages = int(Path("/proc/self/statm").read_bytes().split()[0])
     allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     return min([pages * os.sysconf("SC_PAGE_SIZE") + MOST_BYTES, *allowed])

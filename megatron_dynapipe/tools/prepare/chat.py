@@ -1,16 +1,16 @@
-"""A conversation as its chat template writes it, and which characters of that the model will have to write.
+"""Writes a conversation by its chat template, and finds the characters that the model will have to write.
 
     <|user|>Hi<|assistant|>Hello.<|end|>                  ( ): an answer, from the end of what the template
                           (            )                  writes before one to the end of its turn
 
-`{% generation %}` marks of a template say what answers are; else the template is asked for the conversation up to each
-answer, with its prompt for one and with the answer. What it writes of earlier turns then must be what it writes of them
-in the whole; a template that rewrites them (as those do that drop earlier thoughts) gives a sample for each answer, its
-history as it is written then. What of the row it does not write is counted, or of an answer an error.
+A template may mark its answers by `{% generation %}`. If it does not, it writes the conversation up to each answer,
+once with its prompt for an answer and once with the answer. Earlier turns then have to be as they are in the whole. A
+template that rewrites them (to drop earlier thoughts, say) gives a sample for each answer, with its history as it is
+written then. Whatever the template does not write of a row is counted; if it belongs to an answer, that is an error.
 """
 
 import re
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_dynapipe.tools.mixture.messages import (
@@ -26,10 +26,10 @@ from megatron_dynapipe.tools.mixture.messages import (
     thought_of,
 )
 from megatron_dynapipe.tools.mixture.spec import TaskSpec, Turns
-from megatron_dynapipe.tools.prepare.forms import forms
+from megatron_dynapipe.tools.prepare.lost_text import CALLS, Reading, with_marks
+from megatron_dynapipe.tools.prepare.message_forms import forms
 from megatron_dynapipe.tools.prepare.rendering import Rendered, Rendering
 from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer
-from megatron_dynapipe.tools.prepare.written import CALLS, Reading, with_marks
 
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<(?P<tag>[\w:|]*think\w*)>\s*</(?P=tag)>|</think>)\s*")
 _CLOSES = "</think>"
@@ -49,7 +49,7 @@ Lost = tuple[int, str]
 
 
 class RewrittenError(TemplateError):
-    """A template changes what it wrote of earlier turns."""
+    """Says that a template changes what it wrote of earlier turns."""
 
     def __init__(self, turn: int) -> None:
         super().__init__(
@@ -67,14 +67,18 @@ class Written:
         text: as its template writes it.
         answers: (first, end) characters of each answer that is to be learned, in order.
         is_marked: whether the template marks them; then nothing else is learned.
+        remarks: what the user should know of it, counted.
         lost: what the row has and the text has not.
+        not_written: the same of the whole row, counted; the row's first sample has it.
     """
 
     conversation: Conversation
     text: str
     answers: Spans
     is_marked: bool
+    remarks: list[str]
     lost: tuple[str, ...] = ()
+    not_written: tuple[str, ...] = ()
 
     @property
     def has_empty_answer(self) -> bool:
@@ -92,10 +96,6 @@ class ChatTemplate:
         spec: the entry.
         control: finds the tokenizer's control tokens in a text; None where it has none.
 
-    Attributes:
-        remarks: what the user should know of what was written, counted.
-        not_written: what rows have and the template does not write, counted.
-
     Raises:
         DataError: there is none.
     """
@@ -103,15 +103,13 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: Tokenizer, template: str | None, spec: TaskSpec, control: re.Pattern[str] | None
     ) -> None:
-        self.remarks: Counter[str] = Counter()
-        self.not_written: Counter[str] = Counter()
         self._spec = spec
         self._render = Rendering(tokenizer, template, spec.date, spec.template_arguments)
         self._reading = Reading(control)
         self._control = control
 
     def write(self, conversation: Conversation) -> list[Written]:
-        """The samples of a conversation, in order; none without an answer.
+        """Write the samples of a conversation, in order; it has none without an answer.
 
         Raises:
             TemplateError: the template cannot write it or what is to be learned of it, or rewrites earlier turns
@@ -124,23 +122,18 @@ class ChatTemplate:
         if self._spec.strip_newlines:
             conversation = replace(conversation, messages=list(map(_without_newlines, conversation.messages)))
         conversation, whole, unwritten = self._formed(conversation)
-        before = self.remarks.copy()
-        try:
-            samples = self._samples(conversation, whole)
-            lost = self._lost(conversation, whole[0], unwritten)
-        except TemplateError:
-            self.remarks = before
-            raise
-        self._remark(conversation)
-        self.not_written.update(name for _, name in lost)
-        self.not_written.update(f"rows with the column {name!r}" for name in self._unread_columns(conversation))
+        first, *others = self._samples(conversation, whole)
+        lost = self._lost(conversation, whole[0], unwritten)
+        columns = [f"rows with the column {name!r}" for name in self._unread_columns(conversation)]
+        remarks = [*first.remarks, *self._remarks(conversation)]
+        first = replace(first, remarks=remarks, not_written=(*(name for _, name in lost), *columns))
         return [
             replace(sample, lost=tuple(name for at, name in lost if at < len(sample.conversation.messages)))
-            for sample in samples
+            for sample in (first, *others)
         ]
 
     def written(self, conversation: Conversation, whole: Rendered | None = None) -> Written:
-        """One sample of a conversation in its form; raises as `write`."""
+        """Write one sample of a conversation that has its form already; it raises what `write` raises."""
         messages = conversation.messages
         text, marks = whole or self._render(conversation, messages, marked=True)
         wholes = []
@@ -150,20 +143,23 @@ class ChatTemplate:
             if not text.startswith(wholes[-1]):
                 raise RewrittenError(at)
         answers: Spans = []
+        remarks: list[str] = []
         for at, part in zip(conversation.answers, wholes, strict=True):
             before = answers[-1][1] if answers else 0
             if marks is not None:
                 answers += self._marked(conversation, at, part, marks)
                 continue
-            first = self._prompt(conversation, at, part, before)
+            first, has_prompt = self._prompt(conversation, at, part, before)
             if first < before:
                 raise RewrittenError(at)
             self._check(at, messages[at], part[first:])
-            answers.append((self._without_thought(text, first, len(part), messages[at]), len(part)))
-        return Written(conversation, text, answers, marks is not None)
+            after = self._without_thought(text, first, len(part), messages[at])
+            remarks += [OTHER_PROMPT] * (not has_prompt) + [EMPTY_THOUGHTS] * (after > first)
+            answers.append((after, len(part)))
+        return Written(conversation, text, answers, marks is not None, remarks)
 
     def _marked(self, conversation: Conversation, at: int, whole: str, marks: Spans) -> Spans:
-        """What is marked of an answer, whose conversation is written up to it."""
+        """Find what is marked of an answer; `whole` is the conversation up to it."""
         messages = conversation.messages
         before = _common(self._render(conversation, messages[:at])[0], whole) if at else 0
         marked: Spans = []
@@ -177,17 +173,18 @@ class ChatTemplate:
     def _samples(self, conversation: Conversation, whole: Rendered) -> list[Written]:
         turns = self._spec.turns
         if turns is not Turns.EACH:
-            before = self.remarks.copy()
             try:
                 return [self.written(conversation, whole)]
             except RewrittenError:
                 if turns is not None:
                     raise
-                self.remarks = before + Counter({REWRITES: 1})
-        return [self.written(conversation.until(answer)) for answer in conversation.answers]
+        samples = [self.written(conversation.until(answer)) for answer in conversation.answers]
+        if turns is None:
+            samples[0].remarks.append(REWRITES)
+        return samples
 
     def _formed(self, conversation: Conversation) -> tuple[Conversation, Rendered, list[int]]:
-        """The conversation in the form that its template writes most of, that text, and contents that it lacks."""
+        """Find the form that loses the least in the template; returns it, its text, and the contents that it loses."""
         has_tools = conversation.tools is not None
         reads_thoughts = self._render.reads(THOUGHTS[0], has_tools)
         has_tags = _CLOSES in self._render.source(has_tools)
@@ -212,7 +209,7 @@ class ChatTemplate:
         return best[1:]
 
     def _misses(self, conversation: Conversation, text: str) -> int:
-        """How much of it but contents is not written, or is written twice."""
+        """Count the keys other than contents that are not written, and thoughts that are written twice."""
         messages = conversation.messages
         plain = self._reading.plain(text)
         closed = sum(
@@ -235,7 +232,7 @@ class ChatTemplate:
         return self._reading.unwritten(conversation.messages, text, marked)
 
     def _check(self, at: int, message: Message, part: str) -> None:
-        """Raise a TemplateError where a part of a text does not have all of an answer."""
+        """Raise a TemplateError if a part of a text does not have the whole answer."""
         if lost := self._reading.lost(message, self._reading.plain(part)):
             raise TemplateError(
                 f"message {at}: expected a chat template that writes the answer's {' and '.join(lost)}, which "
@@ -248,34 +245,33 @@ class ChatTemplate:
                 hint="write the row's thought as `reasoning_content`",
             )
 
-    def _prompt(self, conversation: Conversation, at: int, whole: str, before: int) -> int:
-        """The characters that are given to the model before an answer, whose conversation is written up to it."""
+    def _prompt(self, conversation: Conversation, at: int, whole: str, before: int) -> tuple[int, bool]:
+        """How many characters are given before an answer, and whether they are the template's prompt for one.
+
+        The conversation is written up to the answer.
+        """
         messages = conversation.messages
         if at == 0:  # of no messages most templates write nothing
             other = self._render(conversation, [messages[0] | {CONTENT: _OTHER_ANSWER}])[0]
-            return _common(other, whole)
+            return _common(other, whole), True
         prompt = self._render(conversation, messages[:at], prompts=True)[0]
         if whole.startswith(prompt):
-            return len(prompt)
-        self.remarks[OTHER_PROMPT] += 1
+            return len(prompt), True
         common = _common(prompt, whole)
         content = text_of(messages[at]).strip()
         first = whole.find(content, max(before, common - len(content) + 1))
-        return first if content and 0 <= first < common else common
+        return first if content and 0 <= first < common else common, False
 
     def _without_thought(self, text: str, first: int, end: int, message: Message) -> int:
-        """Where an answer begins after an empty thought that the row does not have."""
+        """Find where an answer begins after an empty thought that the template writes and the row does not have."""
         content = text_of(message)
         if self._spec.empty_thoughts or "</think" in content or thought_of(message):
             return first
         thought = _EMPTY_THOUGHT.match(text, first, end)
-        if thought is None or _EMPTY_THOUGHT.match(content):
-            return first
-        self.remarks[EMPTY_THOUGHTS] += 1
-        return thought.end()
+        return first if thought is None or _EMPTY_THOUGHT.match(content) else thought.end()
 
     def _lost(self, conversation: Conversation, text: str, unwritten: list[int]) -> list[Lost]:
-        """What of a conversation's given messages its text does not have; raises as `write`."""
+        """Find what the text lacks of the messages that are given; it raises what `write` raises."""
         messages = conversation.messages
         plain = self._reading.plain(text)
         has_tools = conversation.tools is not None
@@ -302,20 +298,15 @@ class ChatTemplate:
     def _unread_columns(self, conversation: Conversation) -> list[str]:
         return sorted(conversation.columns.keys() - self._render.columns(conversation).keys())
 
-    def _remark(self, conversation: Conversation) -> None:
-        if conversation.others:
-            self.remarks[OTHERS] += conversation.others
+    def _remarks(self, conversation: Conversation) -> Iterator[str]:
+        yield from [OTHERS] * conversation.others
         has_tools = conversation.tools is not None
         if self._render.asks_date(has_tools):
-            date = self._render.date
-            self.remarks[f"conversations with {date} as today's date, for which the chat template asks"] += 1
+            yield f"conversations with {self._render.date} as today's date, for which the chat template asks"
         if unset := self._render.unset(conversation):
-            names = ", ".join(unset)
-            self.remarks[f"conversations in which the chat template's own default stands for {names}"] += 1
+            yield f"conversations in which the chat template's own default stands for {', '.join(unset)}"
         if self._control is not None:
-            texts = map(text_of, conversation.messages)
-            if count := sum(self._control.search(text) is not None for text in texts):
-                self.remarks[CONTROL] += count
+            yield from (CONTROL for message in conversation.messages if self._control.search(text_of(message)))
 
 
 def _without_newlines(message: Message) -> Message:
@@ -330,6 +321,6 @@ def _without_newlines(message: Message) -> Message:
 
 
 def _common(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Count the characters that two texts have in common at their beginning."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,4 +1,4 @@
-"""A block of rows → tokens, in one process: what a worker does. Imports no torch, and transformers for conversations.
+"""Encodes a block of rows as samples; each worker does it in its own process, without torch.
 
 Plain text becomes samples of the next token, for decoder-only models, or of T5's removed spans:
 
@@ -8,12 +8,10 @@ Plain text becomes samples of the next token, for decoder-only models, or of T5'
 """
 
 import hashlib
-import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,65 +20,75 @@ import numpy.typing as npt
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.data.writing import token_dtype
 from megatron_dynapipe.sampling.long_samples import LongSamples
-from megatron_dynapipe.tools.mixture.fields import Reader, read_rows, row_error, row_reader
+from megatron_dynapipe.tools.mixture.blocks import Block
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError
-from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.row_reader import Reader, read_rows, row_error, row_reader
+from megatron_dynapipe.tools.mixture.sources import Source
 from megatron_dynapipe.tools.mixture.spec import Mixture, Objective, TaskSpec
 from megatron_dynapipe.tools.mixture.templates import bounded
-from megatron_dynapipe.tools.prepare.chat_encoder import ChatEncoder
-from megatron_dynapipe.tools.prepare.encoded import TextEncoder
-from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings, Skipped, empty, too_long
-from megatron_dynapipe.tools.prepare.teach import Ends, Part, Taught
-from megatron_dynapipe.tools.prepare.tokenizer import SENTINEL
+from megatron_dynapipe.tools.prepare.chat_encoder import ChatEncoder, TaughtChat
+from megatron_dynapipe.tools.prepare.learned_tokens import Ends, Part, Taught
+from megatron_dynapipe.tools.prepare.settings import BadRows, PrepareSettings, Skipped, empty_sample, too_long
+from megatron_dynapipe.tools.prepare.text_encoder import TextEncoder
+from megatron_dynapipe.tools.prepare.tokenizer import (
+    NO_CHAT_TEMPLATE,
+    SENTINEL,
+    SENTINELS,
+    Tokenizer,
+    load_tokenizer,
+    sentinel_ids,
+    train_tokenizer,
+)
+
+Array = npt.NDArray[Any]
 
 KEPT, TRUNCATED = 0, 1
 FIRST_SKIPPED = 2
 """A sample's status is `KEPT`, `TRUNCATED` (and kept), or from here on its place in `Skipped`."""
+SAMPLE = np.dtype(
+    [
+        *(("entry", "<u4"), ("task", "<u4"), ("status", "u1"), ("digest", "<u8"), ("input", "<i4"), ("target", "<i4")),
+        *(("input_end", "u1"), ("target_end", "u1"), ("checksum", "<u4"), ("lost", "<u4")),
+    ]
+)
+"""A sample, or a row that gave none.
 
-
-type Columns = dict[str, npt.NDArray[Any]]
-"""The samples of a block, in order, by the names of the columns
-
-    tasks: uint16[n], places among the names.
-    lengths: int32[n, 2], tokens of input and target; 0 of samples that are left out.
-    ends: uint8[n, 2], of these, those at the end of the input that an encoder alone reads, and the target's end token.
-    tokens: of all samples, one after another.
-    checksums: uint32[n], CRC-32 of each sample's tokens.
-    digests: uint64[n], of each sample's text.
-    statuses: uint8[n].
-    spans: int64[m, 3], (sample, first, end): parts of inputs that are to be learned, too.
-    lost: uint64[n], a bit for each name in `not_written` that its template has not written of a sample's row.
+    entry       which of the mixture's
+    task        its task, a place in `EncodedRows.texts`
+    digest      of its text
+    input       tokens of the input, and of the target; 0 of samples that are left out
+    input_end   of these, tokens at the end of the input that an encoder alone reads, and the target's end token
+    checksum    CRC-32 of its tokens
+    lost        what its template has not written of its row, a line each, as `task`
 """
+MOST_ERRORS = 3
+UNKNOWN_TASK = "unknown"
+"""The task of rows that cannot be read, where rows say their task themselves."""
 
 
 @dataclass(slots=True)
-class EncodedBlock:
-    """What became of a block's rows.
+class EncodedRows:
+    """What became of some rows.
 
     Attributes:
-        names: of the tasks that occur.
-        columns: the samples.
-        remarks: what the user should know of some of them, counted.
+        samples: `SAMPLE`s.
+        texts: names of tasks, and what is lost.
+        spans: (row, first, end) of the parts of inputs that are to be learned, too: int64[m, 3].
+        tokens: the samples' tokens, one after another.
+        errors: of rows that were left out, the first few of each status.
+        remarks: what the user should know of some samples, counted.
         not_written: what rows have and their template does not write, counted.
-        empty: rows in which a column is empty that a template names, by column.
-        bad: rows that gave no sample, by reason and task.
-        errors: of these, the first `MOST_ERRORS` of each reason, in words.
+        empty: rows in which a column is empty that a template names, by entry and column.
     """
 
-    names: tuple[str, ...]
-    columns: Columns
+    samples: Array
+    texts: list[str]
+    spans: Array
+    tokens: bytes
+    errors: list[tuple[int, str]]
     remarks: Counter[str]
     not_written: Counter[str]
-    empty: Counter[str]
-    bad: Counter[tuple[Skipped, str]]
-    errors: dict[Skipped, list[str]]
-
-
-MOST_ERRORS = 3
-MOST_LOST = 64
-"""Names of what is not written that samples are marked with."""
-UNKNOWN_TASK = "unknown"
-"""The task of rows that cannot be read, where rows say their task themselves."""
+    empty: Counter[tuple[int, str]]
 
 
 def status_of(reason: Skipped) -> int:
@@ -88,92 +96,88 @@ def status_of(reason: Skipped) -> int:
     return FIRST_SKIPPED + tuple(Skipped).index(reason)
 
 
+_EMPTY = Part(())
+_NOTHING = Taught(_EMPTY, _EMPTY)
+
+
 @dataclass(slots=True)
-class _Samples:
-    """Samples while they are gathered: `parts` has an entry for every input and every target."""
+class _Sample:
+    """A sample while it is made, or a row that gives no sample."""
 
-    rows: list[int] = field(default_factory=list)
-    tasks: list[str] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    spans: list[list[tuple[int, int]]] = field(default_factory=list)
-    lost: list[tuple[str, ...]] = field(default_factory=list)
-    statuses: list[int] = field(default_factory=list)
-
-    def add(self, row: int, task: str, digest: int, taught: Taught, status: int = KEPT) -> None:
-        """One more sample."""
-        self.rows.append(row)
-        self.tasks.append(task)
-        self.digests.append(digest)
-        self.parts += (taught.input, taught.target)
-        self.spans.append(taught.spans)
-        self.lost.append(taught.lost)
-        self.statuses.append(status)
+    row: int
+    task: str
+    digest: int = 0
+    taught: Taught = _NOTHING
+    status: int = KEPT
 
 
 class Encoder:
-    """Encodes the blocks of a mixture."""
+    """Encodes the blocks of a mixture.
 
-    def __init__(
-        self,
-        folder: Path,
-        mixture: Mixture,
-        settings: PrepareSettings,
-        vocabulary_size: int,
-        eos_id: int,
-        sentinels: tuple[int, ...],
-    ) -> None:
+    Args:
+        tokenizer: encodes.
+        mixture: its entries say what of a row is input and target.
+        settings: say what becomes of rows that are too long, empty or cannot be used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, mixture: Mixture, settings: PrepareSettings) -> None:
         self._mixture = mixture
         self._settings = settings
-        self._vocabulary_size = vocabulary_size
-        self._sentinels = sentinels
-        self._encode = TextEncoder(folder, settings.pad_token)
+        self._vocabulary_size = len(tokenizer)
+        self._dtype = token_dtype(len(tokenizer))
+        self._sentinels = sentinel_ids(tokenizer)
+        self._encode = TextEncoder(tokenizer)
         before, after = self._encode.around
-        self._ends = Ends(before=before, after=after, eos=eos_id)
+        self._ends = Ends(before=before, after=after, eos=int(tokenizer.eos_token_id))
         if settings.max_input_length is not None and settings.max_input_length <= len(before) + len(after):
             raise ConfigError(
                 f"expected max_input_length above {len(before) + len(after)}, the tokens that the tokenizer adds to "
                 f"every input, got {settings.max_input_length}"
             )
-        self._dtype = token_dtype(vocabulary_size)
+        self._errors: list[tuple[int, str]] = []
         self._empty: Counter[str] = Counter()
         self._readers: dict[int, Reader] = {}
         self._chats: dict[int, ChatEncoder] = {}
 
-    def __call__(self, block: Block, task: int) -> EncodedBlock:
-        """The samples of a block of an entry's rows.
+    def __call__(self, block: Block, entry: int) -> EncodedRows:
+        """Encode a block of an entry's rows.
 
         Raises:
             DataError: names the file and row of what cannot be used, unless such rows are skipped.
         """
-        spec = self._mixture.tasks[task]
-        if task not in self._readers:
-            self._readers[task] = row_reader(spec, self._empty)
-        errors = _Refused(block, spec, self._settings.bad_rows)
-        rows = read_rows(block, self._readers[task], errors.add)
-        remarks: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        if spec.messages is not None:
-            samples = self._conversations(rows, task, errors)
-            remarks = self._chats[task].taken_remarks()
-        elif spec.text is not None:
-            samples = self._texts(rows, spec)
-        else:
-            samples = self._pairs(rows, spec)
-        return self._finished(samples, *remarks, errors)
+        spec = self._mixture.tasks[entry]
+        refused: list[_Sample] = []
+        self._errors = []
 
-    def _pairs(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
-        samples = _Samples()
-        ends = self._ends
+        def refuse(number: int, error: RowError) -> None:
+            reason = Skipped.REFUSED_BY_TEMPLATE if isinstance(error, TemplateError) else Skipped.UNREADABLE
+            sample = _Sample(number, spec.name or UNKNOWN_TASK)
+            self._leave_out(sample, reason, row_error(block, number, error, spec))
+            refused.append(sample)
+
+        if entry not in self._readers:
+            self._readers[entry] = row_reader(spec, self._empty)
+        rows = read_rows(block, self._readers[entry], refuse)
+        if spec.messages is not None:
+            if entry not in self._chats:
+                template = self._mixture.chat_template
+                self._chats[entry] = ChatEncoder(self._encode, self._ends, spec, template, self._settings)
+            samples = list(_conversations(self._chats[entry](rows, refuse)))
+        else:
+            samples = list(self._texts(rows, spec) if spec.text is not None else self._pairs(rows, spec))
+        for sample in samples:
+            self._judge(sample, block, spec)
+        return self._finished([*samples, *refused], block, entry)
+
+    def _pairs(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> Iterator[_Sample]:
         with bounded():
             numbered = list(rows)
         encoded = iter(self._encode([text for _, (_, *texts) in numbered for text in texts]))
-        for number, (name, input_text, target_text) in numbered:
-            taught = Taught(ends.input(next(encoded)), ends.target(next(encoded), ends=spec.ends))
-            samples.add(number, name, _digest(name, input_text, target_text), taught)
-        return samples
+        for number, (name, *texts) in numbered:
+            taught = Taught(self._ends.input(next(encoded)), self._ends.target(next(encoded), ends=spec.ends))
+            yield _Sample(number, name, _digest(name, *texts), taught)
 
-    def _texts(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> _Samples:
-        samples = _Samples()
+    def _texts(self, rows: Iterator[tuple[int, Any]], spec: TaskSpec) -> Iterator[_Sample]:
         numbered = list(rows)
         ends = self._ends
         is_next = spec.objective is Objective.NEXT_TOKEN
@@ -183,135 +187,97 @@ class Encoder:
             for place, piece in enumerate(pieces(tokens, spec.length, least) if len(tokens) else [tokens]):
                 digest = _digest(name, text, str(place))
                 if len(piece) < least:
-                    taught = Taught(Part(piece[:1]), Part(()))
+                    taught = Taught(Part(piece[:1]), _EMPTY)
                 elif is_next:
                     taught = Taught(Part(piece[:1]), ends.target(piece[1:], ends=False))
                 else:
                     given, wanted = spans_removed(piece, self._sentinels, digest)
                     taught = Taught(ends.input(given), ends.target(wanted, ends=spec.ends))
-                samples.add(number, name, digest, taught)
-        return samples
+                yield _Sample(number, name, digest, taught)
 
-    def _conversations(self, rows: Iterator[tuple[int, Any]], task: int, errors: "_Refused") -> _Samples:
-        samples = _Samples()
-        spec = self._mixture.tasks[task]
-        if task not in self._chats:
-            self._chats[task] = ChatEncoder(self._encode, self._ends, spec, self._mixture.chat_template, self._settings)
-        for number, name, taught in self._chats[task](rows, errors.add):
-            if taught is None:
-                status = status_of(Skipped.NO_ASSISTANT_TURN)
-                samples.add(number, name, _digest(name), Taught(Part(()), Part(())), status)
-            else:
-                text, sample, is_shorter = taught
-                samples.add(number, name, _digest(name, text), sample, TRUNCATED if is_shorter else KEPT)
-        return samples
-
-    def _finished(
-        self, samples: _Samples, remarks: Counter[str], not_written: Counter[str], errors: "_Refused"
-    ) -> EncodedBlock:
-        count = len(samples.rows)
-        statuses = self._statuses(samples, errors)
-        ids = self._shortened(samples, statuses)
-        lengths = np.fromiter(map(len, ids), "<i4", 2 * count).reshape(count, 2)
-        ends = np.fromiter((part.after for part in samples.parts), np.uint8, 2 * count).reshape(count, 2)
-        ends[lengths == 0] = 0
-        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32)
-        if int(flat.max(initial=0)) >= self._vocabulary_size or int(flat.min(initial=0)) < 0:
-            raise DataError(
-                f"{errors.block.file}: expected tokens in 0…{self._vocabulary_size - 1}, got {flat.max()}",
-                hint="the tokenizer and the vocabulary size do not belong together",
-            )
-        tokens = flat.astype(self._dtype)
-        names = tuple(dict.fromkeys(samples.tasks))
-        place = {name: at for at, name in enumerate(names)}
-        data = tokens.tobytes()
-        bounds = (np.cumsum(lengths.sum(1)) * self._dtype.itemsize).tolist()
-        checksums = [zlib.crc32(data[start:end]) for start, end in itertools.pairwise([0, *bounds])]
-        spans = [(at, *span) for at, some in enumerate(samples.spans) if statuses[at] <= TRUNCATED for span in some]
-        bits = {name: 1 << at for at, name in enumerate(itertools.islice(not_written, MOST_LOST))}
-        lost = (sum(bits.get(name, 0) for name in some) for some in samples.lost)
-        columns = {
-            "tasks": np.fromiter((place[name] for name in samples.tasks), np.uint16, count),
-            "lengths": lengths,
-            "ends": ends,
-            "tokens": tokens,
-            "checksums": np.array(checksums, "<u4"),
-            "digests": np.array(samples.digests, "<u8"),
-            "statuses": statuses,
-            "spans": np.array(spans, "<i8").reshape(-1, 3),
-            "lost": np.fromiter(lost, "<u8", count),
-        }
-        empty = self._empty.copy()
-        self._empty.clear()
-        return EncodedBlock(names, columns, remarks, not_written, empty, errors.counts, errors.errors)
-
-    def _statuses(self, samples: _Samples, errors: "_Refused") -> npt.NDArray[np.uint8]:
-        """The outcome of each sample; raises DataError where that is an error."""
+    def _judge(self, sample: _Sample, block: Block, spec: TaskSpec) -> None:
+        """Leave out or cut a sample that is empty or too long; raises DataError where that is an error."""
         settings = self._settings
-        lengths = np.fromiter((len(part.tokens) for part in samples.parts), np.int32).reshape(-1, 2)
-        statuses = np.array(samples.statuses, np.uint8)
+        place = f"{block.file}, {block.unit} {sample.row} (task {sample.task!r})"
+        parts = sample.taught.input, sample.taught.target
+        if not all(part.tokens for part in parts):
+            reason = Skipped.NO_ASSISTANT_TURN if sample.status > TRUNCATED else Skipped.EMPTY
+            error = None if settings.skip_empty else empty_sample(place, not parts[0].tokens, reason)
+            self._leave_out(sample, reason, error)
+        elif sample.status == KEPT and not settings.allows(sample.taught.limited):
+            if settings.long_samples is LongSamples.FAIL:
+                raise too_long(place, " and ".join(map(str, sample.taught.limited)), settings)
+            if settings.long_samples is LongSamples.SKIP or spec.messages:
+                self._leave_out(sample, Skipped.TOO_LONG)
+                return
+            given = parts[0].cut(settings.max_input_length, settings.truncate)
+            wanted = parts[1].cut(settings.max_target_length, settings.truncate, counts_ends=False)
+            sample.taught = replace(sample.taught, input=given, target=wanted)
+            sample.status = TRUNCATED
 
-        def place(sample: int) -> str:
-            return f"{errors.block.file}, {errors.block.unit} {samples.rows[sample]} (task {samples.tasks[sample]!r})"
+    def _leave_out(self, sample: _Sample, reason: Skipped, error: DataError | None = None) -> None:
+        """Keep nothing of a sample but what was said of its row; raises its error where rows are not left out."""
+        status = status_of(reason)
+        if error is not None:
+            if self._settings.bad_rows is BadRows.FAIL:
+                raise error
+            if [said for said, _ in self._errors].count(status) < MOST_ERRORS:
+                self._errors.append((status, error.message))
+        sample.taught = replace(sample.taught, input=_EMPTY, target=_EMPTY, spans=[])
+        sample.status = status
 
-        for sample in map(int, np.flatnonzero((lengths == 0).any(1))):
-            reason = Skipped.EMPTY if statuses[sample] <= TRUNCATED else Skipped.NO_ASSISTANT_TURN
-            error = empty(place(sample), bool(lengths[sample, 0] == 0), reason)
-            if not settings.skip_empty:
-                errors.remember(reason, error)
-            statuses[sample] = status_of(reason)
-        lengths[:, 1] -= np.fromiter((part.after for part in samples.parts[1::2]), np.int32)
-        most = [np.iinfo(np.int32).max if limit is None else limit for limit in settings.limits]
-        long = np.flatnonzero((lengths > most).any(1) & (statuses == KEPT))
-        if long.size and settings.long_samples is LongSamples.FAIL:
-            inputs, targets = lengths[long[0]]
-            raise too_long(place(int(long[0])), f"{inputs} and {targets}", settings)
-        cuts = settings.long_samples is LongSamples.TRUNCATE and not errors.spec.messages
-        statuses[long] = TRUNCATED if cuts else status_of(Skipped.TOO_LONG)
-        return statuses
+    def _finished(self, samples: Sequence[_Sample], block: Block, entry: int) -> EncodedRows:
+        """Put the rows of a block into a table; samples that are left out have no tokens."""
+        tokens = [self._stored(sample.taught, block) for sample in samples]
+        texts: dict[str, int] = {}
+        rows = [
+            (
+                entry,
+                texts.setdefault(sample.task, len(texts)),
+                sample.status,
+                sample.digest,
+                len(taught.input.tokens),
+                len(taught.target.tokens),
+                taught.input.after,
+                taught.target.after,
+                zlib.crc32(stored),
+                texts.setdefault("\n".join(dict.fromkeys(taught.lost)), len(texts)),
+            )
+            for sample, stored in zip(samples, tokens, strict=True)
+            for taught in [sample.taught]
+        ]
+        spans = [(at, *span) for at, sample in enumerate(samples) for span in sample.taught.spans]
+        empty = Counter({(entry, column): count for column, count in self._empty.items()})
+        self._empty.clear()
+        return EncodedRows(
+            samples=np.array(rows, SAMPLE),
+            texts=list(texts),
+            spans=np.array(spans, "<i8").reshape(-1, 3),
+            tokens=b"".join(tokens),
+            errors=self._errors,
+            remarks=Counter(remark for sample in samples for remark in sample.taught.remarks),
+            not_written=Counter(name for sample in samples for name in sample.taught.not_written),
+            empty=empty,
+        )
 
-    def _shortened(self, samples: _Samples, statuses: npt.NDArray[np.uint8]) -> list[Sequence[int]]:
-        """All parts' tokens, without what is truncated or left out."""
-        ids = [part.tokens for part in samples.parts]
-        for sample in map(int, np.flatnonzero(statuses != KEPT)):
-            for at, limit in enumerate(self._settings.limits):
-                part = samples.parts[2 * sample + at]
-                if statuses[sample] != TRUNCATED:
-                    ids[2 * sample + at] = ()
-                elif limit is not None:
-                    ids[2 * sample + at] = part.cut(limit + (part.after if at else 0), self._settings.truncate)
-        return ids
+    def _stored(self, taught: Taught, block: Block) -> bytes:
+        """Give a sample's tokens the form that they have in the dataset."""
+        ids = [*taught.input.tokens, *taught.target.tokens]
+        if ids and max(ids) >= self._vocabulary_size:
+            raise DataError(
+                f"{block.file}: expected tokens in 0…{self._vocabulary_size - 1}, got {max(ids)}",
+                hint="the tokenizer's vocabulary has fewer entries than its largest token says",
+            )
+        return np.array(ids, self._dtype).tobytes()
 
 
-class _Refused:
-    """Rows of a block that cannot be used: the first one ends the preparation, or they are left out.
-
-    Attributes:
-        block, spec: whose they are.
-        counts: by reason and task, those that gave no sample.
-        errors: the first of each reason, in words.
-    """
-
-    def __init__(self, block: Block, spec: TaskSpec, policy: BadRows) -> None:
-        self.block = block
-        self.spec = spec
-        self._policy = policy
-        self.counts: Counter[tuple[Skipped, str]] = Counter()
-        self.errors: dict[Skipped, list[str]] = {}
-
-    def add(self, number: int, error: RowError) -> None:
-        """A row that gives no sample."""
-        reason = Skipped.REFUSED_BY_TEMPLATE if isinstance(error, TemplateError) else Skipped.UNREADABLE
-        self.remember(reason, row_error(self.block, number, error, self.spec))
-        self.counts[reason, self.spec.name or UNKNOWN_TASK] += 1
-
-    def remember(self, reason: Skipped, error: DataError) -> None:
-        """The error of a row; raises it where rows are not left out."""
-        if self._policy is BadRows.FAIL:
-            raise error
-        said = self.errors.setdefault(reason, [])
-        if len(said) < MOST_ERRORS:
-            said.append(error.message)
+def _conversations(encoded: Iterator[tuple[int, str, TaughtChat | None]]) -> Iterator[_Sample]:
+    for number, name, taught in encoded:
+        if taught is None:
+            yield _Sample(number, name, _digest(name), status=status_of(Skipped.NO_ASSISTANT_TURN))
+        else:
+            text, sample, is_shorter = taught
+            yield _Sample(number, name, _digest(name, text), sample, TRUNCATED if is_shorter else KEPT)
 
 
 def _digest(*parts: str) -> int:
@@ -327,7 +293,7 @@ LEAST_TOKENS = 2
 
 
 def pieces(tokens: Sequence[int], length: int, least: int = LEAST_TOKENS) -> Iterator[Sequence[int]]:
-    """A text's tokens, `length` at a time; a last piece of fewer than `least` goes with the one before."""
+    """Cut a text's tokens into pieces of `length`; a last piece of fewer than `least` goes to the one before."""
     first = 0
     while first < len(tokens):
         left = len(tokens) - first
@@ -337,7 +303,7 @@ def pieces(tokens: Sequence[int], length: int, least: int = LEAST_TOKENS) -> Ite
 
 
 def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) -> tuple[list[int], list[int]]:
-    """Input and target of a corrupted piece of text; a function of the tokens and the seed.
+    """Remove spans of a text: returns input and target, which depend on the tokens and the seed alone.
 
     Raises:
         DataError: there are fewer sentinels than spans.
@@ -364,6 +330,38 @@ def spans_removed(tokens: Sequence[int], sentinels: Sequence[int], seed: int) ->
 
 
 def _random_parts(random: np.random.Generator, total: int, parts: int) -> npt.NDArray[Any]:
-    """A number divided at random into parts of at least one."""
+    """Divide a number at random into parts of at least one."""
     cuts = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
+
+
+_BYTES_AND_SPECIAL = 259
+_FIRST_ROWS = 20
+
+
+def check_first_rows(mixture: Mixture, sources: Sequence[Source], settings: PrepareSettings) -> None:
+    """Encode the first rows of every file, before anything that takes long; what they lack, all rows may lack.
+
+    If a tokenizer is still to be trained, one of bytes stands in for it, and lengths are not compared.
+
+    Raises:
+        DataError: a file cannot be read, or one of these rows cannot be used; there is no chat template.
+        ConfigError: a template cannot be parsed.
+    """
+    talks = any(spec.messages for spec in mixture.tasks)
+    if talks and settings.tokenizer is None and mixture.chat_template is None:
+        raise DataError(
+            "expected a chat template for conversations, a tokenizer that is trained on their text has none",
+            hint=NO_CHAT_TEMPLATE,
+        )
+    if settings.tokenizer is None:
+        tokenizer = train_tokenizer([], _BYTES_AND_SPECIAL + SENTINELS, sentinels=SENTINELS)
+        settings = replace(settings, max_input_length=None, max_target_length=None)
+    else:
+        tokenizer = load_tokenizer(settings.tokenizer, pad_token=settings.pad_token)
+    encode = Encoder(tokenizer, mixture, settings)
+    for entry, source in enumerate(sources):
+        for part in source:
+            if (block := next(part.blocks(), None)) is not None:
+                rows = b"\n".join(block.lines.split(b"\n", _FIRST_ROWS)[:_FIRST_ROWS])
+                encode(replace(block, lines=rows), entry)

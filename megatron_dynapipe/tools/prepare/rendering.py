@@ -1,4 +1,4 @@
-"""A chat template as transformers renders it, as `apply_chat_template` does, and which variables and keys it reads."""
+"""Renders chat templates by transformers, as `apply_chat_template` does, and finds the variables and keys they read."""
 
 import datetime
 import functools
@@ -11,8 +11,8 @@ import jinja2.meta
 from jinja2 import nodes
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.tools.mixture.fields import described
 from megatron_dynapipe.tools.mixture.messages import THOUGHTS, Conversation, TemplateError
+from megatron_dynapipe.tools.mixture.row_reader import described
 from megatron_dynapipe.tools.mixture.templates import begin_row
 from megatron_dynapipe.tools.prepare.tokenizer import NO_CHAT_TEMPLATE, Tokenizer
 
@@ -82,7 +82,7 @@ class Rendering:
     def __call__(
         self, conversation: Conversation, messages: Sequence[Any], *, prompts: bool = False, marked: bool = False
     ) -> Rendered:
-        """What the template writes of some messages of a conversation, with a prompt for an answer or without.
+        """Render some messages of a conversation, with the prompt for an answer or without.
 
         Raises:
             TemplateError: it refuses them.

@@ -1,4 +1,4 @@
-"""A mixture → a dataset folder, in place only when it is whole.
+"""Makes a dataset folder of a mixture; it gets its name when it is complete.
 
 sources ─► blocks ─► workers ─► staging files ─► splits ─► dataset folder ─► renamed into place
 """
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tqdm import tqdm
@@ -27,20 +26,20 @@ from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import FILES, DatasetMeta, read_meta, tokenizer_folder, write_meta
 from megatron_dynapipe.processes import set_parent_death_signal
 from megatron_dynapipe.tools.folders import delete_folder, replace_folder, restore_folder, strangers
-from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.blocks import Block
 from megatron_dynapipe.tools.mixture.sources import Source, rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixture, plain_mixture
 from megatron_dynapipe.tools.prepare import staging as staging_files
 from megatron_dynapipe.tools.prepare.assemble import write_dataset
-from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
+from megatron_dynapipe.tools.prepare.encode import MOST_ERRORS, EncodedRows, Encoder, check_first_rows, status_of
 from megatron_dynapipe.tools.prepare.settings import PrepareSettings, Skipped, TextSample
 from megatron_dynapipe.tools.prepare.staging import Staging, clear, staging_folder
-from megatron_dynapipe.tools.prepare.text import check_first_rows, make_tokenizer
-from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer, sentinel_ids
+from megatron_dynapipe.tools.prepare.tokenizer import Tokenizer, load_tokenizer
+from megatron_dynapipe.tools.prepare.training_text import make_tokenizer
 
 _LITTLE_BYTES = 4_000_000
 """Text for which no worker is started."""
-_RECIPE = 3
+_RECIPE = 4
 """Raised when the same sources and settings give another dataset."""
 _AHEAD = 2
 """Blocks on their way to or from each worker."""
@@ -50,10 +49,12 @@ _TERMINAL_S, _LOG_S = 0.2, 10.0
 
 type Prepared = tuple[DatasetMeta, tuple[str, ...]]
 """A dataset's description, and what else the user should know, a line each."""
+type Job = tuple[int, Block, int]
+"""Bytes of the sources up to a block's end, the block, and its entry."""
 
 
 def prepare_dataset(samples: Sequence[TextSample], output: Path, settings: PrepareSettings) -> Prepared:
-    """`prepare_mixture` of samples in memory, split as one."""
+    """Call `prepare_mixture` with samples in memory, which are split together."""
     if not samples:
         raise DataError("expected at least 1 sample, got 0")
     return prepare_mixture(plain_mixture(("samples",)), [rows_source(samples)], output, settings)
@@ -129,7 +130,7 @@ def _delete_replaced(old: Path) -> None:
 
 
 def _dataset_at(output: Path) -> DatasetMeta | None:
-    """The dataset that is there, None if nothing is; raises DataError where it is anything else."""
+    """Read the dataset that is there; None if there is nothing. Raises DataError if it is anything else."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     try:
@@ -142,7 +143,7 @@ def _dataset_at(output: Path) -> DatasetMeta | None:
 
 
 def _check_replaceable(output: Path) -> None:
-    """Raise a DataError where a dataset's folder holds other files, too, or may not be changed."""
+    """Raise a DataError if a dataset's folder also holds other files, or may not be changed."""
     if others := strangers(output, FILES):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise DataError(
@@ -176,7 +177,7 @@ def _made(
     recipe: str,
     show_progress: bool,
 ) -> tuple[DatasetMeta, tuple[str, ...]]:
-    """Make the dataset in a staging folder; its manifest, and what the user should know."""
+    """Make the dataset in a staging folder; returns its manifest, and notes for the user."""
     clear(folder)
     tokenizer = folder / staging_files.TOKENIZER
     fresh = folder / staging_files.FINISHED
@@ -186,12 +187,18 @@ def _made(
         _save_tokenizer(make_tokenizer(mixture, sources, settings), tokenizer)
         loaded = load_tokenizer(tokenizer)
         with contextlib.closing(Staging(folder)) as staging:
-            encoder = (tokenizer, mixture, settings, len(loaded), int(loaded.eos_token_id), sentinel_ids(loaded))
-            _encode_all(encoder, sources, staging, settings.processes, show_progress)
+            _encode_all(Encoder(loaded, mixture, settings), sources, staging, settings.processes, show_progress)
         shutil.copytree(tokenizer, tokenizer_folder(fresh))
         digest = fingerprint(tokenizer)
         meta = write_dataset(
-            staging, fresh, mixture=mixture, settings=settings, tokenizer=loaded, fingerprint=digest, recipe=recipe
+            staging,
+            folder / staging_files.TOKENS,
+            fresh,
+            mixture=mixture,
+            settings=settings,
+            tokenizer=loaded,
+            fingerprint=digest,
+            recipe=recipe,
         )
         write_meta(fresh, meta)
     except Exception:
@@ -210,20 +217,9 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _encode_all(
-    encoder: tuple[Any, ...], sources: Sequence[Source], staging: Staging, workers: int, show_progress: bool
+    encoder: Encoder, sources: Sequence[Source], staging: Staging, processes: int, show_progress: bool
 ) -> None:
     total = sum(part.size for source in sources for part in source)
-    done: deque[tuple[int, int]] = deque()
-
-    def jobs() -> Iterator[tuple[Block, int]]:
-        before = 0
-        for task, source in enumerate(sources):
-            for part in source:
-                for block in part.blocks():
-                    done.append((task, before + block.done))
-                    yield block, task
-                before += part.size
-
     on_terminal = sys.stderr.isatty()
     with tqdm(
         total=total or None,
@@ -234,29 +230,35 @@ def _encode_all(
         mininterval=_TERMINAL_S if on_terminal else _LOG_S,
         delay=0 if on_terminal else _LOG_S,
     ) as bar:
-        for encoded in _encoded(encoder, jobs(), workers if total > _LITTLE_BYTES else 0):
-            task, read = done.popleft()
-            staging.add(task, encoded)
-            bar.set_postfix_str(f"{staging.samples} samples", refresh=False)
-            bar.update((read if total else staging.samples) - bar.n)
+        for read, encoded in _encoded(encoder, _jobs(sources), processes if total > _LITTLE_BYTES else 0):
+            staging.add(encoded)
+            bar.set_postfix_str(f"{staging.rows} samples", refresh=False)
+            bar.update((read if total else staging.rows) - bar.n)
 
 
-def _encoded(encoder: tuple[Any, ...], jobs: Iterable[tuple[Block, int]], workers: int) -> Iterator[EncodedBlock]:
-    """The samples of each block, in order, from this many processes; 0 for this one."""
+def _jobs(sources: Sequence[Source]) -> Iterator[Job]:
+    before = 0
+    for entry, source in enumerate(sources):
+        for part in source:
+            yield from ((before + block.done, block, entry) for block in part.blocks())
+            before += part.size
+
+
+def _encoded(encoder: Encoder, jobs: Iterable[Job], workers: int) -> Iterator[tuple[int, EncodedRows]]:
+    """Encode blocks in so many processes, 0 for this one; gives them in order, with how far sources are read."""
     if not workers:
-        encode = Encoder(*encoder)
-        yield from (encode(*job) for job in jobs)
+        yield from ((read, encoder(block, entry)) for read, block, entry in jobs)
         return
     context = multiprocessing.get_context("spawn")  # the tokenizer library and pyarrow have threads
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=encoder)
-    waiting: deque[Future[EncodedBlock]] = deque()
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
+    waiting: deque[tuple[int, Future[EncodedRows]]] = deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(_encode_in_worker, *job))
+        for read, block, entry in jobs:
+            waiting.append((read, pool.submit(_encode_in_worker, block, entry)))
             if len(waiting) >= _AHEAD * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+                before, rows = waiting.popleft()
+                yield before, rows.result()
+        yield from ((read, rows.result()) for read, rows in waiting)
     except BrokenProcessPool as error:
         raise DataError(
             "a process that tokenises has ended before its work was done",
@@ -269,25 +271,26 @@ def _encoded(encoder: tuple[Any, ...], jobs: Iterable[tuple[Block, int]], worker
 _worker_encoder: Encoder
 
 
-def _start_worker(*encoder: Any) -> None:
+def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     set_parent_death_signal(signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_encoder = Encoder(*encoder)
+    _worker_encoder = encoder
 
 
-def _encode_in_worker(block: Block, task: int) -> EncodedBlock:
-    return _worker_encoder(block, task)
+def _encode_in_worker(block: Block, entry: int) -> EncodedRows:
+    return _worker_encoder(block, entry)
 
 
 def _notes(mixture: Mixture, meta: DatasetMeta, staging: Staging, tokenizer: Tokenizer) -> Iterator[str]:
-    """Notes on rows that are not as they were, what they teach, and tasks with fewer samples than were asked for."""
+    """Tell which rows were changed or left out, and which tasks have fewer samples than were asked for."""
     if truncated := sum(meta.truncated.values()):
         yield f"{truncated} of {sum(meta.read.values())} samples were truncated to the maximum lengths"
     for reason, count in meta.skipped.items():
         yield f"{f'{count} samples were' if count > 1 else '1 sample was'} left out: {reason.replace('_', ' ')}"
-        yield from (f"  {error}" for error in staging.errors.get(Skipped(reason), ()))
+        errors = [error for status, error in staging.errors if status == status_of(Skipped(reason))]
+        yield from (f"  {error}" for error in errors[:MOST_ERRORS])
     yield from (f"{name}, which the template does not write: {count}" for name, count in meta.not_written.items())
     yield from (f"{remark}: {count}" for remark, count in sorted(staging.remarks.items()))
     if tokenizer.pad_token_id is None:

@@ -1,4 +1,4 @@
-"""Settings by which text becomes a dataset folder, what became of the text, and errors of refused samples."""
+"""The settings of `data prepare`, the reasons for leaving samples out, and the errors that say them."""
 
 import enum
 import os
@@ -87,7 +87,7 @@ class PrepareSettings:
 
     @property
     def processes(self) -> int:
-        """Processes that tokenise."""
+        """The number of processes that tokenise."""
         return self.workers or len(os.sched_getaffinity(0))
 
     @property
@@ -95,9 +95,13 @@ class PrepareSettings:
         """Maximum lengths of inputs and of targets."""
         return self.max_input_length, self.max_target_length
 
+    def allows(self, lengths: tuple[int, int]) -> bool:
+        """Say whether so many tokens of input and target are within the maximum lengths."""
+        return all(most is None or length <= most for length, most in zip(lengths, self.limits, strict=True))
 
-def empty(place: str, is_input: bool, reason: Skipped) -> DataError:
-    """The error of a sample without an input or a target."""
+
+def empty_sample(place: str, is_input: bool, reason: Skipped) -> DataError:
+    """Make the error of a sample without an input or a target."""
     if reason is Skipped.NO_ASSISTANT_TURN:
         return DataError(
             f"{place}: expected a conversation with a turn of the assistant, found none",
@@ -110,7 +114,7 @@ def empty(place: str, is_input: bool, reason: Skipped) -> DataError:
 
 
 def too_long(place: str, lengths: str, settings: PrepareSettings) -> DataError:
-    """The error of a sample over a maximum length, with its lengths in words."""
+    """Make the error of a sample that is longer than a maximum; `lengths` says its lengths in words."""
     allowed = " and ".join(
         f"{limit} {name} tokens"
         for limit, name in zip(settings.limits, ("input", "target"), strict=True)

@@ -1,4 +1,4 @@
-"""Training, loading and using a HuggingFace tokenizer, offline."""
+"""Trains, loads and reads HuggingFace tokenizers, offline."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +14,8 @@ from megatron_dynapipe.files import read_bounded
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SENTINEL = "<extra_id_{}>"
 """A token that stands for a removed span, by its number."""
+SENTINELS = 100
+"""Sentinels of a tokenizer that is trained where spans of text are removed."""
 NO_CHAT_TEMPLATE = "pass --tokenizer of a chat model, or write a Jinja template into the mixture file (docs/data.md)"
 """A hint where there is no chat template."""
 

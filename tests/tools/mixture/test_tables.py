@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.tools.mixture.fields import read_rows, row_reader
+from megatron_dynapipe.tools.mixture.row_reader import read_rows, row_reader
 from megatron_dynapipe.tools.mixture.sources import open_sources
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, TaskSpec
 

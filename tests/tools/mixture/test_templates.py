@@ -9,11 +9,12 @@ import pytest
 
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.tools.mixture import templates
-from megatron_dynapipe.tools.mixture.fields import read_rows, row_error, row_reader
-from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.blocks import Block
+from megatron_dynapipe.tools.mixture.row_reader import read_rows, row_error, row_reader
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, TaskSpec
 from megatron_dynapipe.tools.prepare import PrepareSettings
 from megatron_dynapipe.tools.prepare.encode import Encoder
+from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 from tests.helpers.chat_models import chat_tokenizer, saved
 
 ENDLESS = {
@@ -65,7 +66,7 @@ def test_so_is_a_chat_template(monkeypatch, tmp_path, template: str) -> None:
     monkeypatch.setattr(templates, "MOST_SECONDS", 0.3)
     folder = saved(tmp_path, chat_tokenizer(), f"{{% set long = 'abc' * 300 %}}{template}{{{{ messages[0].content }}}}")
     spec = TaskSpec(name="n", source="x", messages="m")
-    encode = Encoder(folder, Mixture(tasks=(spec,)), PrepareSettings(source="test"), 2**15, 2, ())
+    encode = Encoder(load_tokenizer(folder), Mixture(tasks=(spec,)), PrepareSettings(source="test"))
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: the chat template refuses") as caught:
         encode(block({"m": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}), 0)
     assert ENDLESS[template] in caught.value.message or "Range too big" in caught.value.message

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.sampling import LongSamples, TruncationSide
-from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.blocks import Block
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, Objective, TaskSpec, Turns
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
 from megatron_dynapipe.tools.prepare.encode import Encoder, status_of
@@ -32,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encoder(tokenizer: Path, task: TaskSpec, **changes: Any) -> Encoder:
     mixture = Mixture(tasks=(task,), chat_template=changes.pop("chat_template", CHAT))
-    return Encoder(tokenizer, mixture, PrepareSettings(source="test", **changes), 279, 2, tuple(range(3, 23)))
+    return Encoder(tokenizers.load_tokenizer(tokenizer), mixture, PrepareSettings(source="test", **changes))
 
 
 def block(*rows: Any) -> Block:
@@ -43,14 +44,14 @@ def block(*rows: Any) -> Block:
 def texts(tokenizer: Path, encode: Encoder, *rows: Any) -> list[tuple[str, str, str]]:
     """(task, input, target) of every sample, back as text."""
     encoded = encode(block(*rows), 0)
-    names, columns = encoded.names, encoded.columns
-    lengths, tokens = columns["lengths"], columns["tokens"]
+    tokens = np.frombuffer(encoded.tokens, np.uint16)
     text = tokenizers.load_tokenizer(tokenizer)
     samples, at = [], 0
-    for task, (given, wanted) in zip(columns["tasks"], lengths.tolist(), strict=True):
-        parts = text.decode(tokens[at : at + given]), text.decode(tokens[at + given : at + given + wanted])
-        samples.append((names[task], *parts))
-        at += given + wanted
+    for row in encoded.samples:
+        end = at + row["input"] + row["target"]
+        parts = text.decode(tokens[at : at + row["input"]]), text.decode(tokens[at + row["input"] : end])
+        samples.append((encoded.texts[row["task"]], *parts))
+        at = end
     assert at == len(tokens)
     return samples
 
@@ -108,7 +109,7 @@ def test_conversations(tokenizer: Path) -> None:
     encode = encoder(tokenizer, task)
     given = "<system>be\n<user>hi\n<assistant>yo\n<user>so\n<assistant>"
     assert texts(tokenizer, encode, row) == [("n", given, "no\n")]
-    ((sample, first, end),) = encode(block(row), 0).columns["spans"].tolist()
+    ((sample, first, end),) = encode(block(row), 0).spans.tolist()
     assert (sample, given[first:end]) == (0, "yo\n")
 
 
@@ -140,9 +141,9 @@ def test_long_conversations_lose_their_earliest_turns(tokenizer: Path) -> None:
         limits = {"max_input_length": most, "long_samples": LongSamples.TRUNCATE, "truncate": TruncationSide.RIGHT}
         encode = encoder(tokenizer, task, **limits)
         assert texts(tokenizer, encode, *rows) == [("n", given, "no\n"), ("n", "", "")]
-        columns = encode(block(*rows), 0).columns
-        assert columns["statuses"].tolist() == [int(given == shorter), status_of(Skipped.TOO_LONG)]
-        learned = ["".join(given[first:end]) for _, first, end in columns["spans"].tolist()]
+        encoded = encode(block(*rows), 0)
+        assert encoded.samples["status"].tolist() == [int(given == shorter), status_of(Skipped.TOO_LONG)]
+        learned = [given[first:end] for _, first, end in encoded.spans.tolist()]
         assert learned == (["yo\n"] if given == whole else [])
     limits = {"max_input_length": len(shorter) - 1, "long_samples": LongSamples.TRUNCATE}
     assert texts(tokenizer, encoder(tokenizer, task, **limits), rows[0]) == [("n", "", "")]

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.cli.main import main as cli
 from megatron_dynapipe.core.errors import DataError
+from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.data.meta import read_meta
+from megatron_dynapipe.tools.mixture.sources import rows_source
+from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
+from megatron_dynapipe.tools.prepare import PrepareSettings, prepare_mixture
+from megatron_dynapipe.tools.taught import taught_samples
 from tests.helpers.chat_models import chat_tokenizer, saved
 from tests.helpers.examples import examples
-from tests.tools.prepare.test_teach import dialogue, encoded, shown
-from tests.tools.prepare.test_written import KNOWN_ROLES, chat
+from tests.tools.prepare.test_learned_tokens import dialogue, encoded, shown
+from tests.tools.prepare.test_lost_text import KNOWN_ROLES, chat
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,22 @@ def test_counts_are_in_notes_manifest_statistics_and_samples(folder: Path, tmp_p
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row.get("not_written") for row in rows] == [["messages of role 'system'"]] * 3 + [None] * 4
     assert cli(["data", "verify", data]) == 0
+
+
+def test_two_messages_of_a_lost_role_mark_their_sample_with_that_role_alone(folder: Path, tmp_path: Path) -> None:
+    template = KNOWN_ROLES.replace("'system', ", "").replace(", 'tool'", "")
+    lost = {"system": ["be kind", "be brief"], "tool": ["fox"]}
+    rows = [
+        chat(*({"role": role, "content": text} for text in texts), *dialogue("q", role)["messages"])
+        for role, texts in reversed(lost.items())
+    ]
+    spec = TaskSpec(name="n", source="x", messages="messages", valid=0.0, test=0.0)
+    mixture = Mixture(tasks=(spec,), chat_template=template)
+    settings = PrepareSettings(source="test", tokenizer=folder)
+    meta, _ = prepare_mixture(mixture, [rows_source(rows)], tmp_path / "data", settings)
+    assert meta.not_written == {"messages of role 'tool'": 1, "messages of role 'system'": 2}
+    marks = [sample.not_written for sample in taught_samples(tmp_path / "data", "train", ModelFamily.GPT)]
+    assert marks == [("messages of role 'tool'",), ("messages of role 'system'",)]
 
 
 texts = st.text("abefgnortu <>/\n{}'\"é", min_size=1, max_size=14)

@@ -21,13 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.blocks import Block
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 from megatron_dynapipe.tools.prepare import BadRows, PrepareSettings
-from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
+from megatron_dynapipe.tools.prepare.encode import EncodedRows, Encoder
 from megatron_dynapipe.tools.prepare.rendering import DATE
+from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 from tests.helpers.chat_models import saved
-from tests.tools.prepare.test_teach import samples
+from tests.tools.prepare.test_learned_tokens import samples
 
 _WHEEL = importlib.util.find_spec("trl")
 FOLDER = Path(_WHEEL.origin).with_name("chat_templates") if _WHEEL and _WHEEL.origin else None
@@ -176,7 +177,7 @@ def owner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tokenizer.chat_template = formats.sub(lambda form: f"'{DATE.strftime(form[2])}'", tokenizer.chat_template)
     settings = PrepareSettings(source="test", bad_rows=BadRows.SKIP, skip_empty=True)
     spec = TaskSpec(name="n", source="x", messages="messages")
-    return tokenizer, Encoder(folder, Mixture(tasks=(spec,)), settings, 2**15, 2, ())
+    return tokenizer, Encoder(load_tokenizer(folder), Mixture(tasks=(spec,)), settings)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -243,10 +244,10 @@ def _bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_refusal(
-    block: EncodedBlock, messages: list[dict[str, Any]], rendered: dict[str, Any], bare: dict[str, Any]
+    block: EncodedRows, messages: list[dict[str, Any]], rendered: dict[str, Any], bare: dict[str, Any]
 ) -> None:
     """A row without a sample has a reason: an empty answer, or no form in which its answers are written once."""
-    assert sum(block.bad.values()) + len(block.columns["statuses"]) == 1
+    assert len(block.samples) == 1
     answers = [message for message in messages if message["role"] == "assistant"]
     if not all(said(answer) for answer in answers):
         return

@@ -11,7 +11,7 @@ from megatron_dynapipe.data.meta import SPLITS, DatasetMeta, open_split, read_me
 from megatron_dynapipe.sampling import LongSamples, read_task_ids
 from megatron_dynapipe.tools.prepare import PrepareSettings, TextSample, prepare_dataset, staging
 from megatron_dynapipe.tools.prepare import tokenizer as tokenizers
-from megatron_dynapipe.tools.prepare.encoded import TextEncoder
+from megatron_dynapipe.tools.prepare.text_encoder import TextEncoder
 
 SENTENCE = "the quick brown fox jumps over lazy dogs while seven wizards mix potions of grey smoke"
 WORDS = SENTENCE.split()
@@ -79,14 +79,14 @@ def test_tokenizer_loads_in_megatron(tmp_path: Path) -> None:
     assert theirs.vocab_size == meta.vocabulary_size
     assert (theirs.pad_id, theirs.bos_id, theirs.eos_id) == (meta.pad_id, meta.bos_id, meta.eos_id)
     folder = tmp_path / "data" / "tokenizer"
-    (ours,) = TextEncoder(folder)(["quick wizards"])
+    (ours,) = TextEncoder(tokenizers.load_tokenizer(folder))(["quick wizards"])
     assert theirs.text_to_ids("quick wizards") == ours
 
 
 def test_special_tokens_in_text_are_text(tmp_path: Path) -> None:
     tokenizer = tokenizers.train_tokenizer([sample.input for sample in text_samples()], 300)
     tokenizer.save_pretrained(tmp_path)
-    ids, empty = TextEncoder(tmp_path)(["a<s>b</s>", ""])
+    ids, empty = TextEncoder(tokenizers.load_tokenizer(tmp_path))(["a<s>b</s>", ""])
     assert not set(ids) & {0, 1, 2}
     assert tokenizer.decode(ids) == "a<s>b</s>"
     assert empty == []

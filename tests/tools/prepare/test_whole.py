@@ -12,7 +12,7 @@ import pytest
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.meta import DatasetMeta, read_meta
-from megatron_dynapipe.tools.mixture import rows
+from megatron_dynapipe.tools.mixture import blocks
 from megatron_dynapipe.tools.mixture.sources import open_sources
 from megatron_dynapipe.tools.mixture.spec import plain_mixture
 from megatron_dynapipe.tools.prepare import PrepareSettings, assemble, prepare_mixture, run, staging
@@ -24,7 +24,7 @@ LITTLE = 300
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(rows, "BLOCK_BYTES", LITTLE)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", LITTLE)
     path = tmp_path / "rows.jsonl"
     made = [{"task": one.task, "input": one.input, "target": one.target} for one in text_samples()]
     path.write_text("\n".join(map(json.dumps, made)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
@@ -19,13 +20,13 @@ from megatron_dynapipe.core.units import ModelFamily, Shape
 from megatron_dynapipe.data.collate import Collator, RequiredFields
 from megatron_dynapipe.data.meta import open_split
 from megatron_dynapipe.data.spans import LossOn
-from megatron_dynapipe.tools.mixture.rows import Block
+from megatron_dynapipe.tools.mixture.blocks import Block
 from megatron_dynapipe.tools.mixture.sources import open_sources, rows_source
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec, Turns
 from megatron_dynapipe.tools.prepare import BadRows, PrepareSettings, prepare_mixture
-from megatron_dynapipe.tools.prepare.encode import EncodedBlock, Encoder
-from megatron_dynapipe.tools.prepare.encoded import SlowEncoded, TextEncoder
+from megatron_dynapipe.tools.prepare.encode import EncodedRows, Encoder
 from megatron_dynapipe.tools.prepare.rendering import DATE
+from megatron_dynapipe.tools.prepare.text_encoder import SlowEncoded, TextEncoder
 from megatron_dynapipe.tools.prepare.tokenizer import load_tokenizer
 from megatron_dynapipe.tools.taught import taught_samples
 from tests.helpers import lists
@@ -42,30 +43,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: saved(root / kind, chat_tokenizer(kind, "both")) for kind in PRE}
 
 
-def encoded(folder: Path, rows: list[Any], *, template: str | None = None, **task: Any) -> EncodedBlock:
+def encoded(folder: Path, rows: list[Any], *, template: str | None = None, **task: Any) -> EncodedRows:
     spec = TaskSpec(**{"name": "n", "source": "x", "messages": "messages"} | task)
-    encode = Encoder(
-        folder,
-        Mixture(tasks=(spec,), chat_template=template),
-        PrepareSettings(source="test"),
-        2**15,
-        2,
-        tuple(range(3, 20)),
-    )
+    mixture = Mixture(tasks=(spec,), chat_template=template)
+    encode = Encoder(load_tokenizer(folder), mixture, PrepareSettings(source="test"))
     lines = b"\n".join(json.dumps(row).encode() for row in rows)
     return encode(Block(file="rows.jsonl", unit="line", first=1, lines=lines, done=0), 0)
 
 
-def samples(block: EncodedBlock) -> list[Sample]:
+def samples(block: EncodedRows) -> list[Sample]:
     """A block's samples as a decoder-only model has them."""
-    columns, at, found = block.columns, 0, []
-    for number, ((given, wanted), (after, _)) in enumerate(
-        zip(columns["lengths"].tolist(), columns["ends"].tolist(), strict=True)
-    ):
-        tokens = columns["tokens"][at : at + given + wanted].tolist()
-        at += given + wanted
+    left, found = np.frombuffer(block.tokens, np.uint16).tolist(), []
+    for number, (given, wanted, after) in enumerate(block.samples[["input", "target", "input_end"]].tolist()):
+        tokens, left = left[: given + wanted], left[given + wanted :]
         learned = [0] * given + [1] * wanted
-        for sample, first, end in columns["spans"].tolist():
+        for sample, first, end in block.spans.tolist():
             if sample == number:
                 learned[first:end] = [1] * (end - first)
         found.append((tokens[: given - after] + tokens[given:], learned[: given - after] + learned[given:]))
@@ -144,7 +136,7 @@ def slowly(encoder: TextEncoder, texts: list[str]) -> list[SlowEncoded]:
     ]
 
 
-def shown(folder: Path, block: EncodedBlock) -> list[str]:
+def shown(folder: Path, block: EncodedRows) -> list[str]:
     """Samples as text, with what counts in brackets."""
     tokenizer = load_tokenizer(folder)
     texts = []
@@ -310,9 +302,9 @@ def test_pairs_and_texts(tmp_path: Path, around: str) -> None:
     target = [*tokenizer("lazy", add_special_tokens=False)["input_ids"], 2]
     given = tokenizer("quick fox", add_special_tokens=False)["input_ids"]
     assert samples(block) == [([*start, *given, *target], [0] * len(start + given) + [1] * len(target))]
-    length = block.columns["lengths"][0, 0]
-    assert block.columns["tokens"][:length].tolist() == tokenizer("quick fox")["input_ids"]
-    assert block.columns["ends"].tolist() == [[int(around in ("end", "both")), 1]]
+    (row,) = block.samples
+    assert np.frombuffer(block.tokens, np.uint16)[: row["input"]].tolist() == tokenizer("quick fox")["input_ids"]
+    assert (row["input_end"], row["target_end"]) == (int(around in ("end", "both")), 1)
     tokens = [*start, *tokenizer("the dog", add_special_tokens=False)["input_ids"], 2]
     assert samples(encoded(folder, [text], messages=None, text="t")) == [(tokens, [0] + [1] * (len(tokens) - 1))]
 

@@ -1,4 +1,4 @@
-"""What a row says, looked for in what its template wrote: pure, and the same for every template.
+"""Looks for what a row says in what its template wrote, in the same way for every template.
 
     the row       user "Hi"    assistant, thought "hm", content "Hello."     developer "Be kind."
     the template  <|user|>Hi<|assistant|><think>hm</think>Hello.<|end|>      nothing: it is lost
@@ -51,7 +51,7 @@ class Reading:
         return "".join((self._control.sub("\0", text) if self._control else text).split())
 
     def lost(self, message: Message, plain: str, *, kept: bool = True) -> list[str]:
-        """The keys of a message whose text does not stand in another.
+        """Name the keys of a message whose text does not stand in another text.
 
         Args:
             message: what the row says.
@@ -66,7 +66,7 @@ class Reading:
         return lost
 
     def unwritten(self, messages: Sequence[Message], text: str, marked: Callable[[], str | None]) -> list[int]:
-        """The messages whose content does not stand in a whole text.
+        """Find the messages whose content does not stand in a whole text.
 
         Args:
             messages: what the row says.
@@ -128,7 +128,7 @@ class Reading:
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose contents are marks; empty ones stay empty."""
+    """Put marks in place of the messages' contents; empty ones stay empty."""
     marked = []
     for at, message in enumerate(messages):
         content: Any = message.get(CONTENT)

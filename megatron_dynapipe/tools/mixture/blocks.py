@@ -1,4 +1,4 @@
-"""Sources of rows, whatever their form, as blocks of JSON lines in a fixed order.
+"""Reads rows of any form as blocks of JSON lines, in a fixed order.
 
     *.jsonl, .json       the file's own lines, a megabyte at a time; or one array of rows
     *.csv, *.tsv         a header, then records; these and JSON also as .gz, .bz2 and .zst
@@ -37,6 +37,7 @@ _ROWS_UNPACKED = 64
 _PACKED = (".gz", ".bz2", ".zst")
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*_TEXTS, *(text + packed for text in _TEXTS for packed in _PACKED), ".parquet", ".arrow")
+_TEXTS_OF_ARROW = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _UTF8_MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -61,7 +62,7 @@ class Block:
 
 
 def form_of(path: Path) -> str:
-    """The ending by which a file's form is known: `.jsonl.gz` for x.jsonl.gz; others are lines of JSON."""
+    """Tell a file's form by its name: `.jsonl.gz` for x.jsonl.gz; unknown names are lines of JSON."""
     ending = ending_of(path)
     if ending in SUFFIXES:
         return ending
@@ -74,7 +75,7 @@ def ending_of(path: Path) -> str:
 
 
 def file_blocks(path: Path, needed: Collection[str] = (), *, drops_nulls: bool = False) -> Iterator[Block]:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Args:
         path: the file.
@@ -102,10 +103,8 @@ def file_blocks(path: Path, needed: Collection[str] = (), *, drops_nulls: bool =
 
 
 def hub_blocks(name: str, rows: Any, needed: Collection[str] = (), *, drops_nulls: bool = False) -> Iterator[Block]:
-    """The rows of a `datasets.Dataset`; as `file_blocks`."""
-    tables = rows.with_format("arrow")
-    batches = (tables[first : first + _ROWS_AT_ONCE] for first in range(0, len(tables), _ROWS_AT_ONCE))
-    return table_blocks(name, batches, needed, drops_nulls)
+    """Read the rows of a `datasets.Dataset`, with the arguments of `file_blocks`."""
+    return table_blocks(name, rows.with_format("arrow").iter(_ROWS_AT_ONCE), needed, drops_nulls)
 
 
 def rows_as_block(rows: Sequence[Any], file: str, first: int, done: int = 0) -> Block:
@@ -132,7 +131,7 @@ def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 def _json_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
-    """The rows of a file of JSON: of an array, where it begins with one, else its lines."""
+    """Read a file of JSON: an array if it begins with one, or else lines."""
     head = _without_mark(path, file.read(BLOCK_BYTES))
     if head.lstrip().startswith(b"["):
         yield from _array_blocks(path, head, file, raw)
@@ -141,7 +140,7 @@ def _json_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
 
 
 def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
-    """The rows of one array, which is read whole."""
+    """Read the rows of one array, which has to be read whole."""
     content = read_up_to(file, MOST_ARRAY_BYTES + 1, head=head)
     if len(content) > MOST_ARRAY_BYTES:
         raise DataError(
@@ -162,7 +161,7 @@ def _array_blocks(path: Path, head: bytes, file: BinaryIO, raw: BinaryIO) -> Ite
 
 
 def _line_blocks(path: Path, chunk: bytes, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
-    """Whole lines of a file, about `BLOCK_BYTES` at a time, from the first such piece of it on."""
+    """Read whole lines, about `BLOCK_BYTES` at a time; `chunk` is the first piece of the file."""
     first = 1
     rest = b""
     while chunk:
@@ -197,7 +196,7 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
     first = size = taken = 0
 
     def lines() -> Iterator[str]:
-        """The file's, in bounds: a record may have several."""
+        """Read the file's lines, and bound the bytes of a record, which may have several."""
         nonlocal taken
         while line := text.readline(MOST_LINE_BYTES + 1 - taken):
             taken += len(line)
@@ -247,19 +246,14 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _plain_bytes(table: Any) -> int:
-    """Bytes of a table's values, with a dictionary's as often as rows name them."""
+    """Count the bytes of a table's values; a dictionary's values count as often as rows name them."""
     size: int = table.nbytes
     for field in table.schema:
-        if pa.types.is_dictionary(field.type) and _is_bytes(field.type.value_type):
+        if pa.types.is_dictionary(field.type) and field.type.value_type in _TEXTS_OF_ARROW:
             column = table[field.name]
             for chunk in getattr(column, "chunks", [column]):
                 size += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
     return size
-
-
-def _is_bytes(kind: Any) -> bool:
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _arrow(path: Path) -> Iterator[Any]:
@@ -308,22 +302,19 @@ def _rows_of_table(name: str, table: Any, needed: Collection[str], *, drops_null
         plain = _plain(field.type, drops_nulls=drops_nulls)
         values = table[field.name].to_pylist()
         try:
-            if plain is not None:
-                values = [value if value is None else plain(value) for value in values]
+            columns[field.name] = values if plain is None else [None if one is None else plain(one) for one in values]
         except ValueError as error:
             if field.name in needed:
                 raise DataError(f"{name}: expected text in the column {field.name}: {error}") from error
-        else:
-            columns[field.name] = values
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _plain(kind: Any, *, drops_nulls: bool) -> Callable[[Any], Any] | None:
-    """What makes a value of an Arrow type one of text, numbers, lists and objects; None if it is one.
+    """Find the function that turns values of an Arrow type into text, numbers, lists and objects; None if they are.
 
     Bytes are UTF-8, as old writers store text; `datasets` stores values of mixed types as JSON.
     """
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+    if kind in (pa.binary(), pa.large_binary(), pa.binary_view()):
         return bytes.decode
     if getattr(kind, "extension_name", "") == "arrow.json":
         return msgspec.json.decode

@@ -1,4 +1,4 @@
-"""A row's task, input and target: columns, templates, conversations, plain text."""
+"""Reads a row's task, and its input and target, conversation or text."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -10,8 +10,8 @@ import jinja2.meta
 import msgspec
 
 from megatron_dynapipe.core.errors import ConfigError, DataError
+from megatron_dynapipe.tools.mixture.blocks import Block
 from megatron_dynapipe.tools.mixture.messages import RowError, TemplateError, conversation_of, objects
-from megatron_dynapipe.tools.mixture.rows import Block
 from megatron_dynapipe.tools.mixture.spec import TaskSpec
 from megatron_dynapipe.tools.mixture.templates import MOST_BYTES, Environment, begin_row, bounded
 
@@ -25,7 +25,7 @@ Reader = Callable[[bytes], tuple[Any, ...]]
 
 
 def row_reader(spec: TaskSpec, empty: Counter[str] | None = None) -> Reader:
-    """How rows of an entry are read; the function raises RowError.
+    """Make the function that reads rows of an entry; the function raises RowError.
 
     Args:
         spec: the entry.
@@ -46,7 +46,7 @@ Refuse = Callable[[int, RowError], None]
 
 
 def read_rows(block: Block, read: Reader, refuse: Refuse) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """(number, what is read) of every line of a block that is not blank and can be read."""
+    """Read every line of a block that is not blank; gives (number, values) of those that can be read."""
     for number, line in enumerate(block.lines.split(b"\n"), start=block.first):
         if line and not line.isspace():
             try:
@@ -58,12 +58,12 @@ def read_rows(block: Block, read: Reader, refuse: Refuse) -> Iterator[tuple[int,
 
 
 def row_error(block: Block, number: int, error: RowError, spec: TaskSpec) -> DataError:
-    """The error of a row, with its place, and what a row of its kind is."""
+    """Make the error of a row: it says the row's place, and what a row of its kind looks like."""
     return DataError(f"{block.file}, {block.unit} {number}: {error}", hint=error.hint or _row_of(spec))
 
 
 def _row_of(spec: TaskSpec) -> str:
-    """A row of an entry's kind, in words."""
+    """Describe a row of an entry's kind."""
     task = "" if spec.task_column is None else f'"{spec.task_column}": "…", '
     if spec.messages is not None:
         turns = '[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]'
@@ -125,7 +125,7 @@ def _columns(spec: TaskSpec) -> Reader:
 
 
 def _row_decoder(spec: TaskSpec) -> Callable[[bytes], tuple[str, dict[str, Any]]]:
-    """From a line to the name of its task and all its columns."""
+    """Make the function that reads a line's task and all its columns."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
 
     def read(line: bytes) -> tuple[str, dict[str, Any]]:
@@ -207,7 +207,7 @@ def _templated(spec: TaskSpec, input_template: str, target_template: str, empty:
 
 
 def described(error: Exception) -> str:
-    """An error in one line; some have no text of their own."""
+    """Say an error in one line; some errors have no text of their own."""
     if isinstance(error, MemoryError):
         return f"it takes more than {MOST_BYTES / 1e9:g} GB"
     return " ".join(str(error).split()) or type(error).__name__

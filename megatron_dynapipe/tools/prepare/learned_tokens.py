@@ -1,7 +1,7 @@
-"""What a model is taught by a record: its tokens, and which of them count.
+"""The tokens of a sample, and which of them a model learns.
 
-What is trained is what the tokenizer's own template and post-processor write, token for token; what counts is what the
-model will have to write itself, its stop token included.
+A sample is, token for token, what the tokenizer's own template and post-processor write. The model learns what it will
+have to write itself, including its stop token.
 
     B, $, />     what the tokenizer's post-processor writes before a text, its end token, and what it writes after one
 
@@ -17,12 +17,21 @@ one of the next turn. What follows the last answer teaches nothing and is left o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_dynapipe.sampling.cutting import TruncationSide
 from megatron_dynapipe.sampling.long_samples import kept_ranges
 from megatron_dynapipe.tools.prepare.chat import Written
-from megatron_dynapipe.tools.prepare.encoded import Encoded
+from megatron_dynapipe.tools.prepare.text_encoder import Encoded
+
+UNENDED = (
+    "answers that end in no special token, since the chat template writes none after them: a model does not learn there"
+    " when to stop (`eos: true` ends a conversation with the tokenizer's end token)"
+)
+CUT = (
+    "answers whose first token also holds the end of what is given before them, so that a model learns to begin with a"
+    " token that it cannot write there (`strip_newlines: true` takes leading newlines off answers)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +48,16 @@ class Part:
     before: int = 0
     after: int = 0
 
-    def cut(self, most: int, side: TruncationSide) -> list[int]:
-        """At most so many tokens of it: what stands around its text stays."""
+    def cut(self, most: int | None, side: TruncationSide, *, counts_ends: bool = True) -> "Part":
+        """Keep at most so many tokens; the tokens around its text stay, and `counts_ends` says whether they count."""
         end = len(self.tokens) - self.after
         text = self.tokens[self.before : end]
-        kept = kept_ranges(len(text), min(len(text), max(most - self.before - self.after, 0)), side)
+        if most is None:
+            return self
+        left = most - (self.before + self.after) * counts_ends
+        kept = kept_ranges(len(text), min(len(text), left), side)
         cut = [token for first, last in kept for token in text[first:last]]
-        return [*self.tokens[: self.before], *cut, *self.tokens[end:]] if cut else []
+        return replace(self, tokens=[*self.tokens[: self.before], *cut, *self.tokens[end:]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +68,22 @@ class Taught:
         input: an encoder reads all of it, a decoder without what is after its text.
         target: all of it counts.
         spans: (first, end) tokens of the input that count, too.
+        remarks: what the user should know of it, counted.
         lost: what the row has and its template has not written, in words.
+        not_written: the same of the whole row, counted; the row's first sample has it.
     """
 
     input: Part
     target: Part
     spans: list[tuple[int, int]] = field(default_factory=list)
+    remarks: Sequence[str] = ()
     lost: tuple[str, ...] = ()
+    not_written: tuple[str, ...] = ()
+
+    @property
+    def limited(self) -> tuple[int, int]:
+        """The tokens of input and target that maximum lengths are about: a target's end token is not counted."""
+        return len(self.input.tokens), len(self.target.tokens) - self.target.after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,41 +123,36 @@ class Speech:
     Args:
         special: the tokenizer's special tokens.
         is_blank: whether some tokens stand for white space alone.
-
-    Attributes:
-        unended: answers so far that end in no special token.
-        cut: answers so far whose first token also has the end of what is given.
     """
 
     def __init__(self, special: frozenset[int], is_blank: Callable[[tuple[int, ...]], bool]) -> None:
         self._special = special
         self._is_blank = is_blank
-        self.unended = 0
-        self.cut = 0
 
     def taught(self, written: Written, encoded: Encoded, ends: Ends, *, always_ends: bool) -> Taught:
-        """A conversation's sample; a part of it is empty where it has no answer, or nothing before one."""
+        """Make a conversation's sample; its target is empty without an answer, its input if nothing precedes one."""
         spans: list[tuple[int, int]] = []
+        remarks = [*written.remarks]
         for first, end in written.answers:
             tokens = max(encoded.first(first), spans[-1][1] if spans else 0), encoded.end(end)
             if tokens[0] < tokens[1]:
-                self.cut += encoded.is_cut(first) and encoded.ids[tokens[0]] not in self._special
+                is_cut = encoded.is_cut(first) and encoded.ids[tokens[0]] not in self._special
+                remarks += [CUT] * is_cut
                 spans.append(tokens if written.is_marked else (tokens[0], self._stop(encoded.ids, *tokens)))
-        if not spans:
-            return Taught(Part(()), Part(()), lost=written.lost)
-        first, end = spans.pop()
-        given = encoded.ids[:first]
-        before = Part([*given, *ends.after], after=len(ends.after)) if given else Part(())
-        if written.has_empty_answer:
-            return Taught(before, Part(()), lost=written.lost)
-        target = ends.target(encoded.ids[first:end], ends=always_ends)
-        for span in [*spans, (first, end)]:
-            is_ended = self._has_stop(encoded.ids[slice(*span)]) or (span == (first, end) and target.after)
-            self.unended += not is_ended
-        return Taught(before, target, spans, written.lost)
+        given = target = Part(())
+        if spans:
+            first, end = spans.pop()
+            before = encoded.ids[:first]
+            given = Part([*before, *ends.after], after=len(ends.after)) if before else given
+            if not written.has_empty_answer:
+                target = ends.target(encoded.ids[first:end], ends=always_ends)
+                is_ended = [self._has_stop(encoded.ids[slice(*span)]) for span in spans]
+                is_ended.append(self._has_stop(encoded.ids[first:end]) or bool(target.after))
+                remarks += [UNENDED] * is_ended.count(False)
+        return Taught(given, target, spans if target.tokens else [], remarks, written.lost, written.not_written)
 
     def _has_stop(self, ids: Sequence[int]) -> bool:
-        """Whether these end in a special token, or in one and white space after it."""
+        """Say whether these end in a special token; white space may follow it."""
         for last in range(len(ids) - 1, -1, -1):
             if ids[last] in self._special:
                 return True
@@ -145,7 +161,7 @@ class Speech:
         return False
 
     def _stop(self, ids: Sequence[int], first: int, end: int) -> int:
-        """The end of an answer that its turn ends at `end`: after its stop token, if it has one."""
+        """Find the end of an answer whose turn ends at `end`: it lies after the stop token, if there is one."""
         for last in range(end - 1, first - 1, -1):
             if ids[last] in self._special:
                 if self._is_blank(tuple(ids[last + 1 : end])):

@@ -11,7 +11,7 @@ from megatron_dynapipe.tools.mixture.sources import rows_source
 from megatron_dynapipe.tools.mixture.spec import InputAndTarget, Mixture, TaskSpec, read_mixture
 from megatron_dynapipe.tools.prepare import BadRows, PrepareSettings, prepare_mixture
 from tests.helpers.chat_models import chat_tokenizer, saved
-from tests.tools.prepare.test_teach import dialogue, encoded, shown
+from tests.tools.prepare.test_learned_tokens import dialogue, encoded, shown
 
 PROMPT = "{% if add_generation_prompt %}<|b|>assistant\n{% endif %}"
 KNOWN_ROLES = (
@@ -361,7 +361,8 @@ def test_a_text_of_one_token_is_empty(folder: Path) -> None:
     with pytest.raises(DataError, match="expected every target to have at least 1 token"):
         encoded(folder, [{"t": "x"}], messages=None, text="t")
     block = encoded(folder, [{"t": "jkzvx"}], messages=None, text="t", length=4)
-    assert block.columns["lengths"].tolist() == [[1, 5]] and block.columns["ends"].tolist() == [[0, 1]]
+    (row,) = block.samples
+    assert [row[name] for name in ("input", "target", "input_end", "target_end")] == [1, 5, 0, 1]
 
 
 def test_a_chat_template_is_a_text_or_a_file(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from megatron_dynapipe.tools.mixture.messages import CONTENT, ROLE_OF_MODEL, Message, text_of, thought_of
-from megatron_dynapipe.tools.prepare.written import CALLS
+from megatron_dynapipe.tools.prepare.lost_text import CALLS
 
 _THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>\n*", re.DOTALL)
 """A thought at the beginning of a content; the tag that opens it may be the prompt's."""
@@ -71,7 +71,7 @@ def _arguments(message: Message) -> Message | None:
 
 
 def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as text, or where they are text of an object, as that."""
+    """Write a call's arguments as text, or, if they are the text of an object, as an object."""
     function = call.get("function", call)
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if isinstance(arguments, dict):
@@ -88,7 +88,7 @@ def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thought(message: Message) -> Message | None:
-    """A message whose thought is under its own key; the tags' newlines are not the thought's."""
+    """Move a message's thought to a key of its own, without the tags and their newlines."""
     if (found := _thought_in(message)) is None:
         return None
     return message | {"reasoning_content": found[1].strip("\n"), CONTENT: text_of(message)[found.end() :]}

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dynapipe.core.errors import DataError
-from megatron_dynapipe.tools.mixture import rows as rows_module
-from megatron_dynapipe.tools.mixture.rows import file_blocks
+from megatron_dynapipe.tools.mixture import blocks as blocks_module
+from megatron_dynapipe.tools.mixture.blocks import file_blocks
 from megatron_dynapipe.tools.mixture.sources import files_of_source, open_sources
 from megatron_dynapipe.tools.mixture.spec import Mixture, TaskSpec
 
@@ -67,7 +67,7 @@ def read(path: Path) -> list[object]:
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("block_bytes", [100, 500, 1_000_000])
 def test_every_form_gives_the_rows(tmp_path: Path, monkeypatch, name: str, block_bytes: int) -> None:
-    monkeypatch.setattr(rows_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", block_bytes)
     (tmp_path / name).write_bytes(FORMS[name])
     assert read(tmp_path / name) == ROWS
     blocks = list(file_blocks(tmp_path / name))
@@ -156,11 +156,11 @@ def test_an_array_is_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
     """A file of JSON that is one array, as Alpaca's, on one line or on many."""
     path = tmp_path / "rows.json.gz"
     path.write_bytes(gzip.compress(b"\xef\xbb\xbf \n" + json.dumps(ROWS, indent=indent).encode()))
-    monkeypatch.setattr(rows_module, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(rows_module, "_ROWS_AT_ONCE", 20)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(blocks_module, "_ROWS_AT_ONCE", 20)
     assert read(path) == ROWS
     assert [(block.unit, block.first) for block in file_blocks(path)] == [("row", 0), ("row", 20), ("row", 40)]
-    monkeypatch.setattr(rows_module, "MOST_ARRAY_BYTES", 1000)
+    monkeypatch.setattr(blocks_module, "MOST_ARRAY_BYTES", 1000)
     with pytest.raises(DataError, match="expected an array of at most 1000 bytes, found more") as caught:
         read(path)
     assert "JSON lines" in caught.value.hint
@@ -179,7 +179,7 @@ def test_a_large_row_is_one_row(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_table_is_bounded_as_a_line_is(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 5_000)
+    monkeypatch.setattr(blocks_module, "MOST_LINE_BYTES", 5_000)
     texts = ["a" * 4_000] * 3
     pq.write_table(pa.table({"input": texts}), tmp_path / "many.parquet")
     assert sum(block.lines.count(b"input") for block in file_blocks(tmp_path / "many.parquet")) == 3
@@ -201,8 +201,8 @@ def test_one_long_text_for_all_rows_of_a_small_table_is_unpacked_row_by_row(tmp_
 
 
 def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 1000)
-    monkeypatch.setattr(rows_module, "BLOCK_BYTES", 600)
+    monkeypatch.setattr(blocks_module, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 600)
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b"{}\n" + bytes(100_000)))
     with pytest.raises(DataError, match="line 2: expected at most 1000 bytes"):
@@ -214,7 +214,7 @@ ENDLESS = {"line": b"x" * 100_000, "field": b'"' + b"x\n" * 50_000, "fields": b'
 
 @pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
 def test_a_record_without_an_end_is_not_read(tmp_path: Path, monkeypatch, endless: bytes) -> None:
-    monkeypatch.setattr(rows_module, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(blocks_module, "MOST_LINE_BYTES", 1000)
     path = tmp_path / "rows.csv.gz"
     path.write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 300 + endless))
     with pytest.raises(DataError, match="row 300: expected at most 1000 bytes"):
