@@ -221,11 +221,12 @@ bool Starts::fill(size_t mode, const std::vector<int32_t>& samples, int64_t rows
         for (size_t kind = 0; kind < kinds; ++kind) total[kind] += time(share(mode, class_of_[sample])[kind]);
     std::vector<size_t> order(samples.size());
     std::iota(order.begin(), order.end(), size_t{0});
+    // So many parts of all that a short sample among very many has some, too: those without any would fill one row.
+    const __int128 parts = kScale * std::max(kScale, static_cast<int64_t>(samples.size()));
     for (size_t i = 0; i < samples.size(); ++i)
         for (size_t kind = 0; kind < kinds; ++kind) {
-            const uint64_t scaled =
-                static_cast<uint64_t>(time(share(mode, class_of_[samples[i]])[kind])) * (kScale * kScale);
-            const int64_t part = scaled / static_cast<uint64_t>(total[kind]);  // of costs up to 2^43
+            const auto part =
+                static_cast<int64_t>(time(share(mode, class_of_[samples[i]])[kind]) * parts / total[kind]);
             load[i * kinds + kind] = part;
             heaviest[i] = std::max(heaviest[i], part);
         }

@@ -1,9 +1,14 @@
-"""The items of a sequence, such as layers, over parts that are as even as can be."""
+"""The items of a sequence, such as layers, over parts that are as even as can be, or over ranks that are."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from megatron_dynapipe.core.errors import InfeasibleError
+
+TILTS = (1 / 3, 2 / 3)
+"""By what part the first rank's first chunk has less than the mean, and its last chunk more."""
 
 type _Reached = tuple[tuple[int, int], tuple[int, ...]]
 
@@ -42,3 +47,30 @@ def evenest(work: Sequence[int], parts: int, *, fits: Sequence[Sequence[bool]] |
             hint="use more stages, or smaller batches",
         )
     return least[count][1]
+
+
+def tilted(work: Sequence[int], stages: int, chunks: int) -> list[tuple[int, ...]]:
+    """How many items each chunk of each rank has, in order, where all ranks have as much work.
+
+    The first chunks of the first ranks have less, up to each of `TILTS` on rank 0, so that every rank has work soon:
+
+        rank 0   ▒ │ ▒▒▒▒▒
+        rank 1   ▒▒ │ ▒▒▒▒
+        rank 2   ▒▒▒ │ ▒▒▒
+
+    Args:
+        work: of the items.
+        stages: ranks, two or more.
+        chunks: of each rank, two or more.
+    """
+    done = [0, *accumulate(work)]
+    found = []
+    for tilt in TILTS:
+        by_rank = tilt * (1 - np.arange(stages) / (stages - 1))
+        shares = 1 + np.outer(np.linspace(-1, 1, chunks), by_rank)
+        reached = np.cumsum(shares)[:-1] * (done[-1] / shares.sum())
+        ends = np.rint(np.interp(reached, done, np.arange(len(done)))).astype(int).tolist()
+        split = tuple(end - first for first, end in pairwise([0, *ends, len(work)]))
+        if min(split) > 0:
+            found.append(split)
+    return found

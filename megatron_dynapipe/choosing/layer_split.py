@@ -3,21 +3,22 @@
 The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
 an equal number of layers is not an equal amount of work. Batches are planned, and their micro-batches scheduled under
 neighbouring splits (`choosing.rescheduling`): modules move from stage to stage as long as that is faster, memory and
-messages counted. The split at the end and its neighbours are planned in full; the fastest plans decide. A layer may be
-divided between its attention and its MLP where the costs of both are known.
+messages counted. The split at the end and its neighbours are planned by short searches, and the fastest few of all in
+full: these plans decide. A layer may be divided between its attention and its MLP where the costs of both are known.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, islice, pairwise, permutations
+from itertools import accumulate, chain, islice, pairwise
 
 import msgspec
 import numpy as np
 
-from megatron_dynapipe.choosing.evenest import evenest
+from megatron_dynapipe.choosing.evenest import evenest, tilted
 from megatron_dynapipe.choosing.planners import planner_over, tables_of
-from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler
+from megatron_dynapipe.choosing.precedents import precedent_of
+from megatron_dynapipe.choosing.rescheduling import ModuleCosts, Rescheduler, neighbours_of, share_that_counts
 from megatron_dynapipe.core.batch import GlobalBatch, Samples, fits_alone
 from megatron_dynapipe.core.costs import ABSENT, Quantity
 from megatron_dynapipe.core.errors import ConfigError, DataError, InfeasibleError, PlanningError
@@ -25,7 +26,7 @@ from megatron_dynapipe.core.model import LayerSplit, ModuleSplit
 from megatron_dynapipe.core.plan import IterationPlan
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BoolArray
-from megatron_dynapipe.core.settings import PlannerSettings
+from megatron_dynapipe.core.settings import PlannerSettings, Precedent
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.costing.model import CostModel
 from megatron_dynapipe.costing.splits import even_layer_split
@@ -38,9 +39,16 @@ BATCHES = 3
 SAMPLES = 1_000
 """Samples after which no further batch is planned: large batches differ less, and take longer."""
 
-EVALUATIONS = 100
-"""Schedules tried for each of them. With packed rows as many as a plan tries: most of the time goes into the rows that
-a search begins with, and a short one says little."""
+EVALUATIONS, OF_PADDED = 4000, 100
+"""Schedules tried for each of them, and without packed rows; an eighth where they follow plans of the split that is
+improved."""
+
+EASY = 1.1
+"""Such plans may come so many times as far above their estimates: they only tell splits apart."""
+
+FINALISTS, NEARER = 3, 2
+"""The fastest splits by these, which are planned as a run's batches are, and so many neighbours of the best, again and
+again while that leads to a better one."""
 
 TRIALS = 16
 """Splits planned at most, each time that some are improved."""
@@ -110,29 +118,12 @@ def choose_layer_split(
             even = model.modules_of(even_layer_split(model.layers, stages, halves=1 in steps))
         except ConfigError:  # fewer modules than virtual stages
             continue
-        begins[stages] = [even, *tried.by_work(stages, steps)]
-    best = start
+        begins[stages] = [even, *tried.by_work(stages, steps), *tried.tilted(count, steps)]
     for stages in tried.promising(begins):
         more = tried.improved(begins[stages], (LAYER,) if stages == len(start) else steps)
         if stages == len(start):  # From the best of whole layers, so that halves are never behind it.
-            more = tried.improved([more, *tried.by_work(stages, steps)], steps)
-        least_gain = LEAST_GAIN * (len(more) > len(best))
-        if tried.fits(more) and tried.predicted_ns(more) < tried.predicted_ns(best) * (1 - least_gain):
-            best = more
-    return model.layers_of(best)
-
-
-def _neighbours(split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]:
-    """Splits with so many modules moved from one stage to another."""
-    neighbours = []
-    for step in steps:
-        for source, destination in permutations(range(len(split)), 2):
-            if split[source] > step:
-                counts = list(split)
-                counts[source] -= step
-                counts[destination] += step
-                neighbours.append(tuple(counts))
-    return neighbours
+            tried.improved([more, *tried.by_work(stages, steps)], steps)
+    return model.layers_of(tried.fastest(steps) or start)
 
 
 class _Trials:
@@ -149,13 +140,17 @@ class _Trials:
         self.results: dict[ModuleSplit, tuple[int, list[IterationPlan]]] = {}
         self._settings = settings
         self._most = most
+        own = settings.schedule.search_evaluations
+        most_of_plan = EVALUATIONS if BatchLayout.PACKED in settings.micro_batch_layouts else OF_PADDED
+        self._evaluations = most_of_plan if own is None else min(own, most_of_plan)
+        self._precedents = dict[int, tuple[Precedent, ...]]()
         self._model = settings.model
         self._tables = tables_of(settings, cost_model)
         self._costs_digest = cost_model.digest
         self._batches = list(batches)
         self._lengths = _different([*batches, *to_fit])
         self._required = np.zeros(len(self._lengths), np.bool_)
-        self._rescheduler = Rescheduler(settings, self._tables, _share_that_counts(batches))
+        self._rescheduler = Rescheduler(settings, self._tables, share_that_counts(batches))
         self._known, self._plans = [[self._alone()]], list[IterationPlan]()
         self._scheduled: dict[ModuleSplit, int] = {}
 
@@ -187,13 +182,16 @@ class _Trials:
                 sum(map(len, self._batches)),
             )
         for split in splits:
-            planner = self._planner(split)
+            planner = self._planner(split, self._evaluations)
             if planner is None:
                 continue
-            kept = list(islice((batch for batch in batches if _plan(planner, batch) is not None), BATCHES))
+            planned = ((batch, plan) for batch in batches if (plan := _plan(planner, batch)) is not None)
+            kept = list(islice(planned, BATCHES))
             if kept:
-                before = accumulate((len(batch) for batch in kept), initial=0)
-                self._batches = [batch for batch, samples in zip(kept, before, strict=False) if samples < SAMPLES]
+                before = accumulate((len(batch) for batch, _ in kept), initial=0)
+                few = [both for both, samples in zip(kept, before, strict=False) if samples < SAMPLES]
+                self._batches = [batch for batch, _ in few]
+                self.results[split] = sum(plan.totals.predicted_ns for _, plan in few), [plan for _, plan in few]
                 return
         raise PlanningError(
             f"none of {len(self._batches)} batches can be planned with layers per stage of "
@@ -203,16 +201,25 @@ class _Trials:
 
     def by_work(self, stages: int, steps: Iterable[int]) -> list[ModuleSplit]:
         """Splits over so many virtual stages, the busiest with the least work on the known micro-batches."""
+        works = [(size, self._work(size)) for size in steps]
+        return [self._in_modules(evenest(work, stages), size) for size, work in works if len(work) >= stages]
+
+    def tilted(self, chunks: int, steps: Iterable[int]) -> list[ModuleSplit]:
+        """Splits of even work on the ranks, the first ones with little in their first chunks."""
+        size, stages = min(steps), self._settings.pipeline_parallel
+        return [self._in_modules(split, size) for split in tilted(self._work(size), stages, chunks)]
+
+    def _work(self, size: int) -> list[int]:
+        """Of so many modules at a time, with the head behind the last, on the known micro-batches."""
         known = [its.values[:, :, [Quantity.FORWARD, Quantity.BACKWARD]] for its in chain.from_iterable(self._known)]
         *work, head = np.sum([values.sum(axis=(0, 2)) for values in known], axis=0).tolist()
         work[-1] += head
-        splits = list[ModuleSplit]()
-        for size in steps:
-            items = [sum(work[first : first + size]) for first in range(0, len(work), size)]
-            if len(items) >= stages:
-                ends = [min(end * size, len(work)) for end in accumulate(evenest(items, stages))]
-                splits.append(tuple(end - first for first, end in pairwise([0, *ends])))
-        return splits
+        return [sum(work[first : first + size]) for first in range(0, len(work), size)]
+
+    def _in_modules(self, split: Sequence[int], size: int) -> ModuleSplit:
+        """Modules of a split in parts of so many modules; the model's last part may have fewer."""
+        ends = [min(end * size, len(self._model.modules) - 1) for end in accumulate(split)]
+        return tuple(end - first for first, end in pairwise([0, *ends]))
 
     def promising(self, begins: Mapping[int, Sequence[ModuleSplit]]) -> list[int]:
         """Numbers of virtual stages whose first splits are planned to be at most `BEHIND` slower than the best."""
@@ -225,7 +232,7 @@ class _Trials:
         return [stages for stages, ns in least.items() if ns <= min(least.values()) * (1 + BEHIND)]
 
     def improved(self, splits: Sequence[ModuleSplit], steps: Sequence[int]) -> ModuleSplit:
-        """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned.
+        """The best split that moves of so many modules lead to: where scheduling leads, and its nearest, planned short.
 
         The first of those given where what must fit fits none of them.
         """
@@ -236,14 +243,8 @@ class _Trials:
         if best is None:
             return splits[0]
         while len(self.results) < last:
-            if (plans := self.results[best][1]) and self._plans is not plans:
-                self._plans = plans
-                self._scheduled = {}
-                planner = self._planner(best)
-                assert planner is not None, "it made these plans"
-                self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
-            nearest = sorted(self._nearest(best, steps), key=self._scheduled_ns)[:NEAREST]
-            promising = [other for other in (self._descended(best, steps), *nearest) if other not in self.results]
+            self._learn(best)
+            promising = [other for other in self._near(best, steps) if other not in self.results]
             here = self.predicted_ns(best)
             promising = [other for other in promising if self.fits(other)][: last - len(self.results)]
             better = next((other for other in promising if self.predicted_ns(other) < here), None)
@@ -252,13 +253,55 @@ class _Trials:
             best = better
         return best
 
+    def fastest(self, steps: Sequence[int]) -> ModuleSplit | None:
+        """By plans in full: one that seems fastest, or that moves lead to from there; None if none can be planned."""
+        best: ModuleSplit | None = None
+        seem = sorted(filter(self.fits, self.results), key=self._weighed_ns)[:FINALISTS]
+        full = dict[ModuleSplit, float]()
+        while seem:
+            for split in seem:
+                self.results[split] = self._planned(split, self._settings.schedule.search_evaluations, ())
+                full[split] = self._weighed_ns(split)
+            fastest = min(full, key=full.__getitem__)
+            if fastest == best or not self.results[fastest][1]:
+                break
+            best = fastest
+            self._learn(best)
+            near = [split for split in dict.fromkeys(self._near(best, steps)) if split not in full and self.fits(split)]
+            for split in near:
+                self.results.pop(split, None)
+            seem = sorted(near, key=self.predicted_ns)[:NEARER]
+        return best
+
+    def _weighed_ns(self, split: ModuleSplit) -> float:
+        """Predicted time, longer by what more chunks must be faster."""
+        more = (len(split) // self._settings.pipeline_parallel).bit_length() - 1
+        return self.predicted_ns(split) * (1 + LEAST_GAIN) ** more
+
     def _nearest(self, split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]:
-        neighbours = _neighbours(split, steps)
+        neighbours = neighbours_of(split, steps)
         if not neighbours:
             return []
         of_batches = [[self._rescheduler.bounds_ns(its, neighbours) for its in replicas] for replicas in self._known]
         bounds = np.sum([np.max(of_replicas, axis=0) for of_replicas in of_batches], axis=0)
         return [neighbours[at] for at in np.argsort(bounds, kind="stable")[:RESCHEDULED]]
+
+    def _near(self, split: ModuleSplit, steps: Sequence[int]) -> list[ModuleSplit]:
+        """A split that moves lead to, and the fastest neighbours, by the known micro-batches."""
+        return [self._descended(split, steps), *sorted(self._nearest(split, steps), key=self._scheduled_ns)[:NEAREST]]
+
+    def _learn(self, split: ModuleSplit) -> None:
+        """Know a split's micro-batches from here on, and let plans of others of as many virtual stages follow its."""
+        plans = self.results[split][1]
+        if not plans or self._plans is plans:
+            return
+        self._plans, self._scheduled = plans, {}
+        planner = self._planner(split)
+        assert planner is not None, "it made these plans"
+        self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
+        found = [precedent_of(planner, batch, plan) for batch, plan in zip(self._batches, plans, strict=True)]
+        followed = tuple((round(EASY * each[0]), each[1]) for each in found if each is not None)
+        self._precedents = {len(split): followed}
 
     def _descended(self, split: ModuleSplit, steps: Iterable[int]) -> ModuleSplit:
         """Where moves lead that each make the known micro-batches faster."""
@@ -271,14 +314,19 @@ class _Trials:
     def predicted_ns(self, split: ModuleSplit) -> int:
         """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""
         if split not in self.results:
-            planner = self._planner(split)
-            plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
-            planned = [plan for plan in plans if plan is not None]
-            if not planned or len(planned) < len(plans):
-                self.results[split] = UNPLANNED, []
-            else:
-                self.results[split] = sum(plan.totals.predicted_ns for plan in planned), planned
+            self.results[split] = self._planned(split, self._evaluations, self._precedents.get(len(split), ()))
         return self.results[split][0]
+
+    def _planned(
+        self, split: ModuleSplit, evaluations: int | None, precedents: tuple[Precedent, ...]
+    ) -> tuple[int, list[IterationPlan]]:
+        """Predicted time of the batches and their plans; `UNPLANNED` and none where one has no plan."""
+        planner = self._planner(split, evaluations, precedents)
+        plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
+        planned = [plan for plan in plans if plan is not None]
+        if not planned or len(planned) < len(plans):
+            return UNPLANNED, []
+        return sum(plan.totals.predicted_ns for plan in planned), planned
 
     def _scheduled_ns(self, split: ModuleSplit) -> int:
         """Time of the known micro-batches under the split, all batches together."""
@@ -316,27 +364,21 @@ class _Trials:
             batches.append(batch.at(rows))
         return batches, left_out
 
-    def _planner(self, split: ModuleSplit) -> Planner | None:
+    def _planner(
+        self, split: ModuleSplit, evaluations: int | None = None, precedents: tuple[Precedent, ...] = ()
+    ) -> Planner | None:
         """A planner for the split, or None where its model state alone does not fit."""
-        schedule = self._settings.schedule
-        if BatchLayout.PACKED not in self._settings.micro_batch_layouts:
-            schedule = replace(schedule, search_evaluations=EVALUATIONS)
         settings = msgspec.structs.replace(
             self._settings,
             modules_per_stage=split,
             chunks=len(split) // self._settings.pipeline_parallel,
-            schedule=schedule,
+            schedule=replace(self._settings.schedule, search_evaluations=evaluations),
+            precedents=precedents,
         )
         try:
             return planner_over(settings, self._tables, costs_digest=self._costs_digest)
         except InfeasibleError:
             return None
-
-
-def _share_that_counts(batches: Sequence[GlobalBatch]) -> float:
-    """Of the positions of batches of decoder-only samples."""
-    labels = [batch.input_lengths if batch.labels is None else batch.labels for batch in batches]
-    return sum(int(some.sum()) for some in labels) / max(sum(int(batch.input_lengths.sum()) for batch in batches), 1)
 
 
 def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:

@@ -4,9 +4,10 @@ A choice of a layer split compares hundreds of splits. What each comes to with t
 millisecond; a plan of its own, which may have other micro-batches and modes, takes hundreds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import permutations
 
 import numpy as np
 
@@ -160,6 +161,25 @@ class Rescheduler:
                 values[packed] = _packed_costs(rows, number, planner).reshape(-1, *values.shape[1:])
             costs[mode] = values
         return costs
+
+
+def neighbours_of(split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]:
+    """Splits with so many modules moved from one stage to another."""
+    neighbours = []
+    for step in steps:
+        for source, destination in permutations(range(len(split)), 2):
+            if split[source] > step:
+                counts = list(split)
+                counts[source] -= step
+                counts[destination] += step
+                neighbours.append(tuple(counts))
+    return neighbours
+
+
+def share_that_counts(batches: Sequence[GlobalBatch]) -> float:
+    """Of the positions of batches of decoder-only samples."""
+    labels = [batch.input_lengths if batch.labels is None else batch.labels for batch in batches]
+    return sum(int(some.sum()) for some in labels) / max(sum(int(batch.input_lengths.sum()) for batch in batches), 1)
 
 
 def _packed_costs(rows: Sequence[MicroBatch], mode: int, planner: Planner) -> IntArray:

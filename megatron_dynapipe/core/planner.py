@@ -155,6 +155,7 @@ class Planner:
             group = self.settings.replicas_in_step
             busy = min(problem.replicas // group, -(-len(samples.ids) // group))  # the other replicas are idle
             enough = 0 if self._enough_ns is None or forward_only else self._enough_ns(self, samples)
+        unfit: InfeasibleError | None = None
         for ways in self.ways:
             with timed(seconds, "partition"):
                 planned = replace(problem, replicas=busy, enough_ns=enough)
@@ -166,7 +167,8 @@ class Planner:
             for candidate in candidates:
                 if candidate.missed:
                     notice(candidate.missed)
-        raise explain_infeasible(samples, problem)
+                unfit = candidate.unfit() or unfit
+        raise unfit or explain_infeasible(samples, problem)
 
     def samples(self, batch: GlobalBatch) -> Samples:
         """The batch's lengths in padded positions.

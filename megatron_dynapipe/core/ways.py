@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from megatron_dynapipe.core.batch import Samples
-from megatron_dynapipe.core.errors import StallError
+from megatron_dynapipe.core.errors import InfeasibleError, StallError
 from megatron_dynapipe.core.native import FEW_ROWS
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.partition import OrderedPartitions
@@ -53,6 +53,10 @@ class Candidate:
     spread: Callable[[ScheduledBatch], tuple[Samples, ScheduledBatch]] | None = None
     missed: str = ""
     least_ns: int = 0
+
+    def unfit(self) -> InfeasibleError | None:
+        """Why no plan can have these micro-batches, where that is known of them alone."""
+        return None
 
     @cached_property
     def _problems(self) -> list[BatchProblem]:

@@ -13,12 +13,13 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_dynapipe.core.batch import Samples, round_up_all
-from megatron_dynapipe.core.costs import ABSENT, ATTENTION, EXPERT_MLP, HEAD, MLP, CostTables, Quantity
+from megatron_dynapipe.core.costs import ABSENT, ATTENTION, EXPERT_MLP, HEAD, LARGEST_COST, MLP, CostTables, Quantity
+from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.partition import OrderedPartitions, by_length
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import Recompute
+from megatron_dynapipe.core.units import BatchLayout, Recompute, in_mb
 from megatron_dynapipe.core.ways import Candidate
 from megatron_dynapipe.costing.pieces import piece_costs, prefix_costs
 
@@ -32,6 +33,8 @@ _SHARES = (0.75, 0.5, 1 / 3, 0.25)
 _PARTS = (2, 3, 4, 6, 8, 9, 10, 12, 16, 24, 32, 48, 64)
 """Parts to cut the longest sample into, if whole samples do not fit: near the least memory not every size does."""
 _LEAST_PIECE = 128
+_NEARLY = 0.9
+"""Of a stage's memory: a sample whose pieces take more is refused for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +119,34 @@ class CutCandidate(Candidate):
     """
 
     pieces: Pieces
+
+    def unfit(self) -> InfeasibleError | None:
+        """Of a sample whose pieces nearly fill a stage, or more: it keeps all of them while the last one runs."""
+        problem, numbers = self.problem, np.flatnonzero(self.pieces.is_piece)
+        stages, chains = problem.layout.stages, self.pieces.chains[numbers]
+        one = [numbers[at : at + 1] for at in range(len(numbers))]
+        least = np.full((2, len(one), problem.layout.virtual_stages), LARGEST_COST)  # kept, and above it at the peak
+        for mode in range(len(problem.modes)):
+            modes = np.full(len(one), mode, np.int64)
+            costs, covered = problem.costs_of(one, [BatchLayout.PACKED] * len(one), modes)
+            needed = np.stack([costs.stored_bytes, costs.peak_bytes - costs.stored_bytes])
+            least = np.where(covered[:, None], np.minimum(least, needed), least)
+        last = np.searchsorted(chains, np.arange(chains.max() + 1), side="right") - 1
+        held = least[1, last, -stages:].copy()
+        np.add.at(held, chains, least[0].reshape(len(one), -1, stages).sum(axis=1))
+        left = problem.memory_limit_bytes - problem.model_state_bytes
+        chain, stage = (int(at) for at in np.unravel_index((held - left).argmax(), held.shape))
+        if held[chain, stage] <= _NEARLY * left[stage] or (least == LARGEST_COST).any():
+            return None
+        its = numbers[chains == chain]
+        takes, available = in_mb(int(held[chain, stage]), int(left[stage]))
+        head = "; the last stage keeps all logits" if stage == stages - 1 else ""
+        return InfeasibleError(
+            f"sample {self.samples.ids[its[0]]} of {self.pieces.length[its[0]]} positions needs {takes} of {available}"
+            f" left after its model state on stage {stage}, which keeps all of its {len(its)} pieces until the last one"
+            f" has run, and has messages to hold, too{head}",
+            hint="use more tensor parallelism, which divides it, or more pipeline stages; or truncate long samples",
+        )
 
 
 class CutSamples:

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynapipe.choosing import layer_split
+from megatron_dynapipe.choosing.evenest import tilted
 from megatron_dynapipe.choosing.layer_split import choose_layer_split
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.choosing.rescheduling import Rescheduler
-from megatron_dynapipe.core.batch import Samples, fits_alone
+from megatron_dynapipe.core.batch import GlobalBatch, Samples, fits_alone
 from megatron_dynapipe.core.costs import ATTENTION, DECODER_ATTENTION, DECODER_MLP, HEAD, MLP
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.orders import Rule, list_schedule, policies
+from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.simulate import simulate
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
@@ -247,6 +251,49 @@ def test_more_virtual_stages_are_chosen_where_they_are_faster() -> None:
     costs, batches = Costs(T5, encoder=300, decoder=100), [batch_of(*[(400, 400)] * 24)]
     found = choose_layer_split(run_settings(costs, (6,) * 4, encoder_layers=12), costs, batches, chunks=(4,))
     assert found == (*(1,) * 12, *(3,) * 4), "of equal work, which moves from equal layers do not come to"
+
+
+@pytest.mark.parametrize(
+    ("work", "stages", "chunks", "expected"),
+    [
+        ([1] * 48, 4, 2, [(4, 5, 5, 6, 8, 7, 7, 6), (2, 3, 5, 6, 10, 9, 7, 6)]),
+        ([*[1] * 47, 7], 4, 2, [(5, 5, 6, 6, 10, 8, 7, 1), (2, 4, 5, 7, 11, 10, 8, 1)]),
+        ([2] * 24 + [1] * 48, 2, 3, [(5, 8, 8, 14, 21, 16), (3, 8, 8, 10, 27, 16)]),
+        ([*[1] * 47, 25], 4, 2, []),
+        ([1] * 4, 4, 2, []),
+    ],
+)
+def test_first_chunks_of_first_ranks_are_short(work, stages, chunks, expected) -> None:
+    """Of even ranks; a head worth six items is on the last rank, one worth 24 would leave its last chunk none."""
+    assert tilted(work, stages, chunks) == expected
+
+
+def test_the_fastest_few_splits_are_planned_as_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others by short searches, and those near the fastest by following its plans."""
+    planned, plan = [], layer_split._plan
+
+    def recorded(made: Planner, lengths: GlobalBatch) -> IterationPlan | None:
+        planned.append((made.settings, found := plan(made, lengths)))
+        return found
+
+    monkeypatch.setattr(layer_split, "_plan", recorded)
+    costs, batches = cost_model(GPT), [batch(GPT, 60, seed=seed) for seed in range(2)]
+    options = run_settings(Costs(GPT), (4,) * 4, hidden_size=128, micro_batch_layouts=(BatchLayout.PACKED,))
+    split = choose_layer_split(options, costs, batches)
+    full = Counter[tuple[int, ...]]()
+    for settings_, found in planned:
+        if settings_.schedule.search_evaluations is None:
+            full[settings_.modules_per_stage] += found.totals.predicted_ns
+            assert not settings_.precedents
+        else:
+            assert settings_.schedule.search_evaluations == layer_split.EVALUATIONS
+    assert len(full) >= layer_split.FINALISTS
+    assert full[options.model.modules_of(split)] == min(full.values())
+    assert any(settings_.precedents for settings_, _ in planned)
+    planned.clear()
+    schedule = replace(options.schedule, search_evaluations=50)
+    choose_layer_split(msgspec.structs.replace(options, schedule=schedule), costs, batches[:1])
+    assert {settings_.schedule.search_evaluations for settings_, _ in planned} == {50}
 
 
 def test_chunks_of_a_stage_are_evened_together() -> None:

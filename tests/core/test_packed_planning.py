@@ -116,6 +116,13 @@ def test_small_batches_against_everything_there_is(problem: BatchProblem, seed: 
     assert makespan <= best * 1.1 + 1
 
 
+def test_short_samples_among_very_many_do_not_all_come_into_one_row() -> None:
+    """Their part of all work was rounded to none, so that one row seemed to have room for all of them."""
+    planned = plan(GPT, PACKED, of_lengths([2001] * 5000 + [5] * 4000), derived=False, encoder_layers=4)
+    rows = [sum(row.input_lengths) for row in planned.replicas[0].micro_batches]
+    assert max(rows) < 1.5 * np.median(rows)
+
+
 @pytest.mark.slow
 def test_samples_of_large_batches_take_no_longer_than_those_of_small_ones() -> None:
     """100,000 took 1.25 times as long each: all rows to begin with were longer than memory holds as they are."""

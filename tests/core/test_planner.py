@@ -1,6 +1,7 @@
 """The planner end to end: valid plans for any batch, the same ones everywhere, and errors that say what to do."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -228,6 +229,23 @@ def test_a_length_that_no_device_holds_is_told_from_one_beyond_the_costs() -> No
     large = planner_of(settings(GPT, hidden_size=4096, pipeline_parallel=1, memory_limit_bytes=10**12), costs)
     with pytest.raises(InfeasibleError, match="sample 0 of padded shape 1x100000 has no costs: at that length a layer"):
         large.plan(batch_of((100_000, 0)), 0)
+
+
+@pytest.mark.parametrize("slices", ["auto", 4096])
+def test_a_sample_is_refused_for_what_its_pieces_keep_together(slices: Any) -> None:
+    """It has no costs whole, and in pieces too many logits: they are kept until the last piece has run."""
+    costs = cost_model(GPT, vocabulary=128_000, max_length=2**17)
+    limits = {"memory_limit_bytes": 20 * 10**9, "micro_batch_layouts": tuple(BatchLayout), "slices": slices}
+    with pytest.raises(InfeasibleError) as caught:
+        planner_of(settings(GPT, **limits), costs).plan(batch_of((300, 0), (100_001, 0)), 0)
+    found = re.fullmatch(
+        r"sample 1 of 100000 positions needs (\d+) MB of (\d+) MB left after its model state on stage 1, which keeps"
+        r" all of its \d+ pieces until the last one has run, and has messages to hold, too; the last stage keeps all"
+        r" logits",
+        caught.value.message,
+    )
+    assert found and int(found[1]) > int(found[2]) > 19_000
+    assert "tensor parallelism" in str(caught.value.hint)
 
 
 def test_model_state_larger_than_memory() -> None:
