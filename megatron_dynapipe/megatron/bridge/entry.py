@@ -103,10 +103,17 @@ def planned(
         timeout_s=timeout_s,
         report_folder=Path(report_folder),
     )
+    with _started(host) as run, planning(config, run):
+        yield run
+
+
+@contextlib.contextmanager
+def _started(host: Recipe) -> Iterator[PlannedRecipe]:
+    """Its run; where torchrun may start the ranks anew, over a store of this start alone."""
     with in_python():
         if may_start_again():
-            renew(timeout_s)
-        with PlannedRecipe(host) as run, planning(config, run):
+            renew(host.timeout_s)
+        with PlannedRecipe(host) as run:
             yield run
 
 
