@@ -37,11 +37,12 @@ from megatron_dynapipe.megatron.execution.forward_backward import run_passes
 from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep, MegatronStage
 from megatron_dynapipe.megatron.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.megatron.execution.transport import open_runner
+from megatron_dynapipe.megatron.models.config import state_dtype
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.runtime.process_groups import groups_made
 from megatron_dynapipe.store.entry import StageEntry
 from megatron_dynapipe.tools.loop_planning import WireRows, plain_rows, stage_entry
-from megatron_dynapipe.tools.loop_settings import check_models, settings_of, state_dtype
+from megatron_dynapipe.tools.loop_settings import check_models, settings_of
 
 _NOMINAL = {"seq_length", "micro_batch_size", "decoder_seq_length", "first_val_step"}
 """Arguments of Megatron's schedule functions in whose place a plan has its own."""

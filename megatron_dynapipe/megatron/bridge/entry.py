@@ -15,6 +15,8 @@ from megatron_dynapipe.megatron.bridge.hints import in_python
 from megatron_dynapipe.megatron.bridge.layers import AUTO, changed, chooses
 from megatron_dynapipe.megatron.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.megatron.bridge.run import PlannedRecipe, Recipe
+from megatron_dynapipe.megatron.flags import machine
+from megatron_dynapipe.megatron.flags.run_config import Sources
 from megatron_dynapipe.megatron.hooks import repairs
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.report import REPORT_FOLDER
@@ -87,20 +89,26 @@ def planned(
         ConfigError: planned runs do not support something in the recipe, or one is active.
         DataError, UnsupportedMegatronError: the dataset is missing or damaged; Bridge lacks what runs rely on.
     """
-    same: dict[str, Any] = {"context_teams": context_teams, "cluster": cluster, "ahead": ahead, "correct": correct}
+    folder = Path(report_folder)
     host = Recipe(
         checked(config),
         dataset=checked_dataset(config, dataset),
-        costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
+        costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=folder),
         chooses_layers=chooses(layers),
-        **same,
+        context_teams=context_teams,
+        cluster=cluster,
+        correct=correct,
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
-        store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
-        store_bind=store_bind,
-        planner_cores=planner_cores,
-        timeout_s=timeout_s,
-        report_folder=Path(report_folder),
+        sources=Sources(
+            store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
+            store_bind=store_bind,
+            planners=machine.nodes(),
+            planner_cores=planner_cores,
+            ahead=ahead,
+            timeout_s=timeout_s,
+            report_folder=folder,
+        ),
     )
     with in_python(), PlannedRecipe(host) as run, planning(config, run):
         yield run

@@ -63,14 +63,14 @@ def measured_costs(run: RunConfig, args: argparse.Namespace, flags: Sequence[str
         causes={
             **{name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
             "family": run.family.value,
-            "experts": str(run.model.experts),
+            "experts": str(run.shape.experts),
             "device": device,
         },
         recompute=run.planner.recompute,
         tensor_parallel=run.planner.tensor_parallel,
         seconds=run.calibrate_s,
-        timeout_s=run.timeout_s,
-        report_folder=run.report_folder,
+        timeout_s=run.sources.timeout_s,
+        report_folder=run.sources.report_folder,
         option="--dynapipe-calibrate ",
     )
 
@@ -136,11 +136,11 @@ def with_measured_costs(run: RunConfig, args: argparse.Namespace) -> RunConfig:
     Raises:
         CostModelError: the file cannot be read, or is of another model.
     """
-    costs = machine.costs_of(args, run.model, run.shape, run.device)
+    costs = machine.costs_of(args, run.shape, run.device)
     cluster = machine.cluster_of(args.dynapipe_cluster, device=run.device)
     planner = msgspec.structs.replace(run.planner, network=machine.network(costs.load().links, cluster))
     inputs = msgspec.structs.replace(run.inputs, costs=costs, planner=planner)
-    return dataclasses.replace(run, inputs=inputs, calibrate_s=0.0)
+    return dataclasses.replace(run, inputs=inputs)
 
 
 def _kept(path: Path, *, twice: str) -> str:

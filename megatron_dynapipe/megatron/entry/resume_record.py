@@ -83,7 +83,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
-    training = {**run.checkpoints.training, "loss": str(run.loss_on or meta.loss)}
+    training = {**run.checkpoints.training, "loss": str(run.sources.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
     settings = {
@@ -93,7 +93,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     }
     return ResumeRecord(
         model=model,
-        tokenizer=_tokenizer_digest(Path(str(run.checkpoints.args.tokenizer_model))),
+        tokenizer=_tokenizer_digest(Path(str(run.args.tokenizer_model))),
         dataset=files or check_files(run.data, splits, {}),
         settings=settings | training,
         began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),

@@ -75,7 +75,7 @@ def planned_run(
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, layout.layers_per_stage)
     run = run_type(Script(config, args), clock=clock)
-    model = decoder_only(config.model, layout) if is_gpt else None  # Megatron's loop builds it
+    model = decoder_only(args, layout) if is_gpt else None  # Megatron's loop builds it
     hooks = _before_wrapping(run, flags)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ModelConfig", module="megatron")  # which a T5 does not have
@@ -89,7 +89,7 @@ def planned_run(
     if model is not None:
         model.pre_wrap_hooks += hooks
         return run, arguments
-    provider = _with_hooks(t5_provider(config.model, layout), hooks)
+    provider = _with_hooks(t5_provider(args, layout), hooks)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return run, arguments | ranks | {"model_provider": provider}
 
@@ -173,7 +173,7 @@ def _settled(
     """The run, with costs and layers per stage that are measured and planned where they are not given."""
     measured = None
     if run.calibrate_s > 0:
-        from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
+        from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.sources.timeout_s)
         measured = calibration.measured_costs(run, args, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
@@ -189,8 +189,8 @@ def _settled(
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     check_for_all(run)
     settle_evaluations(args, run)
-    if measured is not None and args.rank == 0 and measured.parent != run.report_folder.absolute():
-        shutil.copyfile(measured, run.report_folder / COST_FILE)
+    if measured is not None and args.rank == 0 and measured.parent != run.sources.report_folder.absolute():
+        shutil.copyfile(measured, run.sources.report_folder / COST_FILE)
     clock.ends("checks of data and memory")
     return run
 
@@ -220,5 +220,5 @@ def _planned_layer_split(run: RunConfig) -> LayerSplit:
         say(f"layers per stage: {text}{why}")
         return text
 
-    layer_split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
+    layer_split = from_rank_0("layer-split", choose, timeout_s=run.sources.timeout_s)
     return parse_layer_split(layer_split, expected="numbers of layers")

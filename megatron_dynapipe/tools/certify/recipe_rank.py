@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Certified:
     def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
         """Takes the place of `entry.planning`: the block of the recipe's script; the process ends with it."""
         self._settle(config)
-        run.host.report_folder = self.folder / "report"
+        run.host.sources = replace(run.host.sources, report_folder=self.folder / "report")
         originals = Originals()
         originals.install([relied_on.step_recorder(self._before_step, self._after_step)])
         try:
