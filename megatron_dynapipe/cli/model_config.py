@@ -47,13 +47,6 @@ _SIZES = (
     *("moe-shared-expert-intermediate-size", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim"),
     "v-head-dim",
 )
-FLAGS: Mapping[str, str] = {
-    "num_attention_heads": "heads",
-    "kv_channels": "kv_channels",
-    "ffn_hidden_size": "ffn",
-    "vocab_size": "vocabulary",
-}
-"""Arguments that say more of a model than its layers and hidden size, and what `ModelShape` calls them."""
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +83,8 @@ def take_model_config(args: argparse.Namespace) -> None:
         ConfigError: as `read_model`, or a flag says something else than the file.
     """
     model = read_model(args.model_config)
-    sizes = ("hidden_size", "layers", "encoder_layers", "decoder_layers")
-    said = {name: getattr(model, name) for name in ("model", *sizes)}
-    said |= {name: model.shape.get(field) for name, field in FLAGS.items()}
-    for name, value in said.items():
+    for name in ("model", "hidden_size", "layers", "encoder_layers", "decoder_layers"):
+        value = getattr(model, name)
         flag = getattr(args, name)
         if flag is None:
             setattr(args, name, value)
@@ -150,7 +141,7 @@ def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
     shape = dict(file.shape) if file is not None else {}
     if (adapters := adapters_of(args)) is not None:
         shape["adapters"] = adapters
-    return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
+    return shape
 
 
 def is_recipe(args: argparse.Namespace) -> bool:
@@ -203,28 +194,30 @@ def experts_of(args: argparse.Namespace) -> Experts | None:
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
-    """The whole model for computed costs: from the file, else from the flags, whose defaults are the published layer's.
+    """The whole model for computed costs, which its file describes.
 
     Raises:
-        ConfigError: a number is missing, or the model has what is not modelled.
+        ConfigError: there is no file, it lacks a number, or the model has what is not modelled.
     """
     file: ModelFile | None = getattr(args, "model_file", None)
-    if file is not None and file.obstacle:
+    if file is None:
+        raise ConfigError(
+            "expected a whole model for --cost-model analytic, got its layers and hidden size",
+            hint="name a run file, a recipe or a config.json that has all of it: --model-config FILE",
+        )
+    if file.obstacle:
         raise ConfigError(
             f"costs are not computed for {file.obstacle}, in {args.model_config}",
             hint="measure them: megatron-dynapipe profile",
         )
     shape = given_numbers(args)
-    if "vocabulary" not in shape and (folder := args.data or (file.data if file is not None else None)) is not None:
+    if "vocabulary" not in shape and (folder := args.data or file.data) is not None:
         shape |= {"vocabulary": read_meta(folder).vocabulary_size, "vocabulary_multiple": 128}
-    missing = [name for name, field in FLAGS.items() if field in ("heads", "vocabulary") and field not in shape]
-    if missing:
+    if missing := [name for name in ("heads", "ffn", "vocabulary") if name not in shape]:
         raise ConfigError(
-            f"--cost-model analytic needs {', '.join('--' + name.replace('_', '-') for name in missing)}",
-            hint="name a run file or a config.json that has all of a model: --model-config FILE",
+            f"expected {', '.join(missing)} of the model in {args.model_config}, for --cost-model analytic, found none",
+            hint="add what is missing; of a dataset that --data names, the vocabulary is taken",
         )
-    shape.setdefault("kv_channels", max(1, args.hidden_size // shape["heads"]))
-    shape.setdefault("ffn", 4 * args.hidden_size)
     return ModelShape(family=args.model, hidden=args.hidden_size, **shape)
 
 

@@ -138,8 +138,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=positive, metavar="N", help="layers of a gpt model")
     add("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
     add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
-    for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
-        add(f"--{name}", type=positive, metavar="N", help="of the model")
+    add("--hidden-size", type=positive, metavar="N", help="of the model")
     add_adapter_arguments(parser)
 
 
