@@ -60,7 +60,7 @@ def planned(
     equal_counts: bool = False,
     seed: int = 0,
     timeout_s: float = 300.0,
-    **settings: Any,
+    **settings: object,
 ) -> Iterator["Plans"]:
     """Plan the passes of a training loop for the length of a block. Every rank of the job enters it, at one point.
 
@@ -238,7 +238,7 @@ class Plans:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
-        **nominal: Any,
+        **nominal: object,
     ) -> list[Any]:
         """Run what `micro_batches` has planned, as Megatron's schedule functions do; plans run in their order.
 

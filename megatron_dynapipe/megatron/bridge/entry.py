@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
@@ -15,13 +15,14 @@ from megatron_dynapipe.megatron.bridge.hints import in_python
 from megatron_dynapipe.megatron.bridge.layers import AUTO, changed, chooses
 from megatron_dynapipe.megatron.bridge.refusals import check_recipe, checked_dataset, of_model
 from megatron_dynapipe.megatron.bridge.run import PlannedRecipe, Recipe
-from megatron_dynapipe.megatron.flags import machine
-from megatron_dynapipe.megatron.flags.run_config import Sources
 from megatron_dynapipe.megatron.hooks import repairs
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import find_address
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 Iterators = tuple[Any | None, Any | None, Any | None]
 _originals = Originals()
@@ -47,7 +48,7 @@ class PlannedDataset(DatasetProvider):
 
 @contextlib.contextmanager
 def planned(
-    config: Any,
+    config: "ConfigContainer",
     dataset: str | Path | None = None,
     costs: str | Path = AUTO,
     *,
@@ -89,32 +90,26 @@ def planned(
         ConfigError: planned runs do not support something in the recipe, or one is active.
         DataError, UnsupportedMegatronError: the dataset is missing or damaged; Bridge lacks what runs rely on.
     """
-    folder = Path(report_folder)
+    same: dict[str, Any] = {"context_teams": context_teams, "cluster": cluster, "ahead": ahead, "correct": correct}
     host = Recipe(
         checked(config),
         dataset=checked_dataset(config, dataset),
-        costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=folder),
+        costs=recipe.costs_file(config, costs, calibrate_s, timeout_s=timeout_s, report_folder=Path(report_folder)),
         chooses_layers=chooses(layers),
-        context_teams=context_teams,
-        cluster=cluster,
-        correct=correct,
+        **same,
         long_samples=LongSamples(long_samples),
         memory_limit_bytes=None if memory_limit_mb is None else int(memory_limit_mb * BYTES_PER_MB),
-        sources=Sources(
-            store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
-            store_bind=store_bind,
-            planners=machine.nodes(),
-            planner_cores=planner_cores,
-            ahead=ahead,
-            timeout_s=timeout_s,
-            report_folder=folder,
-        ),
+        store=find_address(None if store_url_file is None else Path(store_url_file), os.environ),
+        store_bind=store_bind,
+        planner_cores=planner_cores,
+        timeout_s=timeout_s,
+        report_folder=Path(report_folder),
     )
     with in_python(), PlannedRecipe(host) as run, planning(config, run):
         yield run
 
 
-def checked(config: Any) -> Any:
+def checked(config: "ConfigContainer") -> Any:
     """A recipe that planned runs support, in a Megatron-Bridge that they can rely on; raises as `planned`."""
     relied_on.check()
     check_recipe(config)
@@ -122,7 +117,7 @@ def checked(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
+def planning(config: "ConfigContainer", run: PlannedRecipe) -> Iterator[None]:
     """Have Megatron's factory of schedule functions hand out a run's, and the recipe name the run's samples."""
     if _originals:
         raise ConfigError("expected no planned run to be active yet, got a second one")
@@ -139,7 +134,7 @@ def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def per_token(config: Any) -> Iterator[None]:
+def per_token(config: "ConfigContainer") -> Iterator[None]:
     """Have gradients be sums over learned tokens, divided once by their number."""
     with changed(of_model(config), calculate_per_token_loss=True), changed(config.ddp, average_in_collective=False):
         yield

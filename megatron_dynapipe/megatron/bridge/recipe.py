@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -34,6 +34,9 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
 from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
 
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
 
 def device_of_rank() -> torch.device:
     """The device of this rank, which Bridge has made the current one."""
@@ -41,7 +44,7 @@ def device_of_rank() -> torch.device:
 
 
 def plan_inputs(
-    config: Any,
+    config: "ConfigContainer",
     models: Sequence[nn.Module],
     control: ControlGroup,
     *,
@@ -92,7 +95,7 @@ def plan_inputs(
     return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
 
 
-def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
+def model_shape(config: "ConfigContainer", *, on_cpu: bool) -> ModelShape:
     """The numbers of a recipe's model that decide its costs."""
     places = (of_model(config), config.model)  # what the latter says of a name wins
     said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
@@ -100,14 +103,14 @@ def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     return msgspec.structs.replace(shape, adapters=adapters_of(config))
 
 
-def costs_file(config: Any, costs: str | Path, calibrate_s: float, **how: Any) -> Path | None:
+def costs_file(config: "ConfigContainer", costs: str | Path, calibrate_s: float, **how: object) -> Path | None:
     """The cost model file that is named, or for "auto" that of measured costs; None where costs are computed."""
     if costs != AUTO:
         return Path(costs)
     return measured_costs(config, option="calibrate_s=", seconds=calibrate_s, **how)
 
 
-def measured_costs(config: Any, **how: Any) -> Path | None:
+def measured_costs(config: "ConfigContainer", **how: Any) -> Path | None:
     """The cost model file of a recipe's layers, its adapters in place; `how` is the rest for `calibration.measured`.
 
     None where no time is given for measuring, or where it failed.
@@ -126,14 +129,14 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
         return calibration.measured(words, causes=causes, recompute=modes, tensor_parallel=shared, **how)
 
 
-def adapters_of(config: Any) -> Adapters | None:
+def adapters_of(config: "ConfigContainer") -> Adapters | None:
     """The adapters that a recipe trains; None if it trains all weights. Raises ConfigError for an unknown kind."""
     if config.peft is None:
         return None
     return Adapters.of_recipe({"_target_": f".{type(config.peft).__name__}", **vars(config.peft)})
 
 
-def recompute_modes(config: Any) -> tuple[Recompute, ...]:
+def recompute_modes(config: "ConfigContainer") -> tuple[Recompute, ...]:
     """The modes that plans choose among: the recipe's, or any.
 
     Layers of frozen weights whose input needs no gradient cannot be computed again as a whole: Bridge sees to it where
@@ -146,7 +149,7 @@ def recompute_modes(config: Any) -> tuple[Recompute, ...]:
 
 
 def _planner(
-    config: Any, models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
+    config: "ConfigContainer", models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
 ) -> PlannerSettings:
     """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
@@ -182,7 +185,7 @@ def _planner(
     )
 
 
-def _state(config: Any, models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
+def _state(config: "ConfigContainer", models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
     """Memory of every pipeline rank's weights, gradients and optimizer states."""
     return model_state_bytes(
         models,
@@ -194,7 +197,9 @@ def _state(config: Any, models: Sequence[nn.Module], control: ControlGroup) -> t
     )
 
 
-def splits_of(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+def splits_of(
+    config: "ConfigContainer", long_samples: LongSamples, data: Path, iteration: int
+) -> tuple[SplitSettings, ...]:
     """Train, and with evaluation valid and test where the dataset has samples for them."""
     meta = read_meta(data)
 

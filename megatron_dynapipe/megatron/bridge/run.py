@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -26,6 +26,7 @@ from megatron_dynapipe.megatron.bridge.recipe import device_of_rank, evaluated_s
 from megatron_dynapipe.megatron.bridge.refusals import of_model
 from megatron_dynapipe.megatron.equip.attention import mark_sinks
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch, takes_mask
+from megatron_dynapipe.megatron.flags import machine
 from megatron_dynapipe.megatron.flags.run_config import Sources
 from megatron_dynapipe.megatron.models.config import state_dtype
 from megatron_dynapipe.megatron.run.host import Host
@@ -36,6 +37,9 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 
 def _kinds(models: Sequence[torch.nn.Module]) -> str:
@@ -51,13 +55,13 @@ class Recipe(Host):
         costs: a cost model file; None computes costs.
         chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
-        context_teams, long_samples, cluster, correct: as `planned`.
-        sources: where plans and samples come from.
+        planner_cores: cores of each node that plan, an iteration each.
+        context_teams, long_samples, cluster, correct, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
     """
 
     def __init__(
         self,
-        config: Any,
+        config: "ConfigContainer",
         *,
         dataset: Path | None,
         costs: Path | None,
@@ -67,7 +71,7 @@ class Recipe(Host):
         memory_limit_bytes: int | None,
         cluster: str,
         correct: bool,
-        sources: Sources,
+        **sources: Any,
     ) -> None:
         self._config = config
         self._recipe_dataset = config.dataset
@@ -82,7 +86,7 @@ class Recipe(Host):
         )
         self._data = dataset
         self._chooses_layers = chooses_layers
-        self.sources = sources
+        self.sources = Sources(planners=machine.nodes(), **sources)
         self.long_samples = long_samples
         self.corrects = correct
 

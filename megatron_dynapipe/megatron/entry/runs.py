@@ -97,7 +97,7 @@ def planned_run(
 def _with_hooks(build: Callable[..., Any], hooks: Sequence[Callable[[list[Any]], list[Any]]]) -> Any:
     """A model provider, and what is done with each chunk that it has built."""
 
-    def provide(**stage: Any) -> Any:
+    def provide(**stage: object) -> Any:
         return compose_hooks(hooks)([build(**stage)])[0]
 
     return provide

@@ -157,7 +157,7 @@ class Run:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
-        **_shapes: Any,
+        **_shapes: object,
     ) -> list[dict[str, torch.Tensor]]:
         """Megatron's schedule function: one planned iteration. The shapes it passes are nominal; the plan's count."""
         if collect_non_loss_data:

@@ -83,7 +83,7 @@ class ReferenceRun(ScriptRun):
     datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
 
     @override
-    def forward_backward(self, *, model: Any, data_iterator: Any, **_: Any) -> list[dict[str, Tensor]]:
+    def forward_backward(self, *, model: Any, data_iterator: Any, **_: object) -> list[dict[str, Tensor]]:
         """One iteration, in place of Megatron's schedule; gradients are finished as Megatron finishes them."""
         models = model if isinstance(model, list) else [model]
         parts = self.record.parts
