@@ -18,8 +18,6 @@ from megatron_dynapipe.core.units import ModelFamily, target_positions
 from megatron_dynapipe.costing import Experts, ModelShape, family_of_flags
 from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Adapters, Kind
 from megatron_dynapipe.costing.hugging_face import (
-    family_of,
-    hugging_face_fields,
     megatron_flags,
     obstacle_in,
     required_size,
@@ -50,12 +48,13 @@ _SIZES = (
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as a file describes it; `layers` of a GPT, the other two of a T5.
+    """A model as a file describes it.
 
     Attributes:
-        max_seq_len, max_target_len: most tokens of an input (with a GPT, of its target too), and of a target of a T5;
-            None where no run file says so.
-        shape: fields of `ModelShape` except family and hidden size; some may be missing.
+        layers: of a GPT, or of a T5's encoder and decoder.
+        lengths: most tokens of an input (with a GPT, of its target too), and of a target of a T5; None where no run
+            file says so.
+        shape: fields of `ModelShape` except the family; of those but the hidden size some may be missing.
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
         pattern: a HybridModel's, whose modules are its layers; empty for other models.
@@ -63,13 +62,9 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: ModelFamily
-    hidden_size: int
-    layers: int | None = None
-    encoder_layers: int | None = None
-    decoder_layers: int | None = None
-    max_seq_len: int | None = None
-    max_target_len: int | None = None
-    shape: dict[str, Any] = {}
+    layers: tuple[int, ...]
+    lengths: tuple[int | None, int | None] = (None, None)
+    shape: dict[str, Any]
     obstacle: str = ""
     data: Path | None = None
     pattern: str = ""
@@ -83,12 +78,13 @@ def take_model_config(args: argparse.Namespace) -> None:
         ConfigError: as `read_model`, or a flag says something else than the file.
     """
     model = read_model(args.model_config)
-    for name in ("model", "hidden_size", "layers", "encoder_layers", "decoder_layers"):
-        value = getattr(model, name)
+    names = ("encoder_layers", "decoder_layers") if model.model.is_encoder_decoder else ("layers",)
+    said = {"model": model.model, "hidden_size": model.shape["hidden"], **dict(zip(names, model.layers, strict=True))}
+    for name, value in said.items():
         flag = getattr(args, name)
         if flag is None:
             setattr(args, name, value)
-        elif value is not None and flag != value:
+        elif flag != value:
             raise ConfigError(
                 f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
@@ -96,7 +92,7 @@ def take_model_config(args: argparse.Namespace) -> None:
     _check_adapters(args, model.shape.get("adapters"))
     args.pattern = model.pattern
     args.model_file = model
-    args.run_lengths = (model.max_seq_len, model.max_target_len)
+    args.run_lengths = model.lengths
 
 
 def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +132,9 @@ def adapters_of(args: argparse.Namespace) -> Adapters | None:
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
-    """`ModelShape`'s fields, except family and hidden size, as completed arguments say them; some may be missing."""
+    """`ModelShape`'s fields, except the family, as completed arguments say them; some may be missing."""
     file: ModelFile | None = getattr(args, "model_file", None)
-    shape = dict(file.shape) if file is not None else {}
+    shape = {"hidden": args.hidden_size} if file is None else dict(file.shape)
     if (adapters := adapters_of(args)) is not None:
         shape["adapters"] = adapters
     return shape
@@ -218,7 +214,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
             f"expected {', '.join(missing)} of the model in {args.model_config}, for --cost-model analytic, found none",
             hint="add what is missing; of a dataset that --data names, the vocabulary is taken",
         )
-    return ModelShape(family=args.model, hidden=args.hidden_size, **shape)
+    return ModelShape(family=args.model, **shape)
 
 
 def read_model(path: Path) -> ModelFile:
@@ -233,7 +229,12 @@ def read_model(path: Path) -> ModelFile:
             model = _of_run_file(recipe_flags(of_recipe))
             adapters = {"adapters": Adapters.of_recipe(values["peft"])} if values.get("peft") else {}
             return msgspec.structs.replace(model, is_recipe=True, shape=model.shape | adapters)
-        return _of_hugging_face(values) if "model_type" in values else _of_run_file(values)
+        if "model_type" not in values:
+            return _of_run_file(values)
+        model = _of_run_file(flags := megatron_flags(values))
+        obstacle = obstacle_in(values)
+        known = {"hidden"} if obstacle else model.shape.keys() - ({"ffn"} if "ffn-hidden-size" not in flags else ())
+        return msgspec.structs.replace(model, obstacle=obstacle, shape={name: model.shape[name] for name in known})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
 
@@ -259,26 +260,22 @@ def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
     ]
     family = family_of_flags(flags)
     pattern = str(flags.get("hybrid-layer-pattern") or "")
-    modules = len(kinds_of_pattern(pattern)) if pattern else 0
-    layers: dict[str, Any] = {}
+    # n tokens of a sequence train n - 1 positions
+    longest = _length(flags, "seq-length", 0 if family.is_encoder_decoder else 1)
+    longest_target = None
+    layers: tuple[int, ...] = (len(kinds_of_pattern(pattern)),) if pattern else ()
     if family.is_encoder_decoder:
-        layers["encoder_layers"] = required_size(flags, "encoder-num-layers", "num-layers")
-        layers["decoder_layers"] = required_size(flags, "decoder-num-layers", "num-layers")
-        layers["max_target_len"] = _length(flags, "decoder-seq-length", -target_positions(family, 0))
-    else:
-        layers["layers"] = modules or required_size(flags, "num-layers")
-    shape = megatron_fields(megatron_arguments({**flags, **checked}))
+        layers = tuple(required_size(flags, f"{stack}-num-layers", "num-layers") for stack in ("encoder", "decoder"))
+        longest_target = _length(flags, "decoder-seq-length", -target_positions(family, 0))
     folder = str(flags.get("dynapipe-data") or "")
     return ModelFile(
         model=family,
-        hidden_size=shape.pop("hidden"),
-        shape=shape,
+        layers=layers or (required_size(flags, "num-layers"),),
+        lengths=(longest, longest_target),
+        shape=megatron_fields(megatron_arguments({**flags, **checked})),
         obstacle=", ".join(unknown),
         data=Path(folder) if folder and Path(folder).is_dir() else None,
         pattern=pattern,
-        # n tokens of a sequence train n - 1 positions
-        max_seq_len=_length(flags, "seq-length", 0 if family.is_encoder_decoder else 1),
-        **layers,
     )
 
 
@@ -286,19 +283,3 @@ def _length(flags: Mapping[str, Any], name: str, more: int) -> int | None:
     """The most tokens that fit the positions of a run; None where the file does not say."""
     positions = size(flags, name)
     return None if positions is None else max(positions + more, 1)
-
-
-def _of_hugging_face(config: Mapping[str, Any]) -> ModelFile:
-    flags = megatron_flags(config)
-    shape = hugging_face_fields(config)
-    obstacle = obstacle_in(config)
-    hidden = shape.pop("hidden")
-    return ModelFile(
-        model=family_of(config),
-        hidden_size=hidden,
-        layers=flags.get("num-layers"),
-        encoder_layers=flags.get("encoder-num-layers"),
-        decoder_layers=flags.get("decoder-num-layers"),
-        shape={} if obstacle else shape,
-        obstacle=obstacle,
-    )

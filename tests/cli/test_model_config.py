@@ -45,16 +45,16 @@ def written(tmp_path: Path, given: dict[str, Any]) -> Path:
     ("given", "expected"),
     [
         ({"model_type": "bart", "is_encoder_decoder": True, "d_model": 8, "encoder_layers": 3, "decoder_layers": 5},
-         (T5, 8, None, 3, 5)),
-        ({"model_type": "t5", "d_model": 8, "num_layers": 4, "num_decoder_layers": 2}, (T5, 8, None, 4, 2)),
-        ({"model_type": "t5", "d_model": 64, "num_layers": 4}, (T5, 64, None, 4, 4)),
-        ({"num-layers": 4, "hidden-size": 64, "lr": 0.1}, (GPT, 64, 4, None, None)),
-        ({"encoder-num-layers": 4, "decoder-num-layers": 2, "hidden-size": 64}, (T5, 64, None, 4, 2)),
+         (T5, 8, (3, 5))),
+        ({"model_type": "t5", "d_model": 8, "num_layers": 4, "num_decoder_layers": 2}, (T5, 8, (4, 2))),
+        ({"model_type": "t5", "d_model": 64, "num_layers": 4}, (T5, 64, (4, 4))),
+        ({"num-layers": 4, "hidden-size": 64, "lr": 0.1}, (GPT, 64, (4,))),
+        ({"encoder-num-layers": 4, "decoder-num-layers": 2, "hidden-size": 64}, (T5, 64, (4, 2))),
     ],
 )  # fmt: skip
 def test_sizes(tmp_path: Path, given: dict[str, Any], expected: tuple[Any, ...]) -> None:
     found = read_model(written(tmp_path, given))
-    assert (found.model, found.hidden_size, found.layers, found.encoder_layers, found.decoder_layers) == expected
+    assert (found.model, found.shape["hidden"], found.layers) == expected
 
 
 PUBLISHED_LAYER = {"biases": False, "rms_norm": True, "keeps_scores": False, "attention_dropout": False}
@@ -292,9 +292,9 @@ def test_a_recipe_of_bridge_is_the_model_that_hugging_face_names(tmp_path: Path)
     hugging_face = read_model(written(tmp_path, LLAMA))
     assert recipe.is_recipe
     assert not hugging_face.is_recipe
-    assert recipe.max_seq_len == 8193
-    assert (recipe.model, recipe.hidden_size, recipe.layers) == (GPT, 4096, 32)
-    shapes = [ModelShape(family=GPT, hidden=4096, **file.shape) for file in (recipe, hugging_face)]
+    assert recipe.lengths == (8193, None)
+    assert (recipe.model, recipe.layers) == (GPT, (32,))
+    shapes = [ModelShape(family=GPT, **file.shape) for file in (recipe, hugging_face)]
     assert shapes[0] == msgspec.structs.replace(shapes[1], adapters=Adapters(dim=32))
 
 

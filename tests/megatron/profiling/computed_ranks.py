@@ -141,9 +141,7 @@ def _of_file(flags: list[str], path: Path) -> dict[str, Any]:
             entries[flag[2:]] = yaml.safe_load(value)
     path.write_text(yaml.safe_dump(entries))
     found = read_model(path)
-    return _without_machine(
-        ModelShape(family=found.model, hidden=found.hidden_size, vocabulary=VOCABULARY, **found.shape)
-    )
+    return _without_machine(ModelShape(family=found.model, vocabulary=VOCABULARY, **found.shape))
 
 
 def _without_machine(shape: ModelShape) -> dict[str, Any]:
