@@ -4,7 +4,6 @@ Checked on rank 0 for all ranks, after Megatron has accepted its arguments; othe
 built, by every rank.
 """
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -166,7 +165,7 @@ def check_for_all(run: RunConfig) -> None:
         lock_folder(run.checkpoints.save, wait_s=run.sources.timeout_s * LOCK_SHARE)
 
 
-def settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+def settle_evaluations(run: RunConfig) -> None:
     """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
-    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
-    args.full_validation = False
+    run.args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    run.args.full_validation = False

@@ -15,7 +15,7 @@ another kind of optimizer      refused, unless Megatron's --no-load-optim or --f
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -36,6 +36,7 @@ from megatron_dynapipe.megatron.flags.checkpoints import (
     last_local,
 )
 from megatron_dynapipe.megatron.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
+from megatron_dynapipe.megatron.supply.same_flags import named
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.settings import PlanInputs
 
@@ -56,7 +57,6 @@ _LAYOUT = tuple(
     )
 )
 """Settings by which every rank holds what it does."""
-_MOST_NAMED = 8
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,10 +280,3 @@ def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent
         for name in sorted(saved.keys() | current.keys())
         if saved.get(name) != current.get(name)
     }
-
-
-def named(texts: Iterable[str]) -> str:
-    """The first of many, and how many more there are."""
-    first = list(texts)
-    more = f", and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
-    return ", ".join(first[:_MOST_NAMED]) + more

@@ -43,13 +43,13 @@ class Script(Host):
     """Megatron's `pretrain`, started by an entry script.
 
     Args:
-        config: the run as it was asked for.
-        args: Megatron's namespace, which says where training goes on once a checkpoint has been loaded.
+        config: the run as it was asked for; its arguments say where training goes on once a checkpoint has been loaded.
     """
 
     names_tasks = True
 
-    def __init__(self, config: RunConfig, args: argparse.Namespace) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        args = config.args
         self.config = config
         self.sources = config.sources
         self.files = config.files
@@ -66,7 +66,7 @@ class Script(Host):
 
     def inputs(self, control: ControlGroup, models: Sequence[nn.Module], *, evaluates: bool) -> PlanInputs:
         """The run's, with the model state that was counted on every pipeline rank: the most of any replica's."""
-        inputs = resumed_inputs(self.config, self._args)
+        inputs = resumed_inputs(self.config)
         state = model_state_bytes(
             models,
             self.config.transformer,
@@ -133,9 +133,9 @@ class Checkout(Script):
     dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`equip.labels`).
     """
 
-    def __init__(self, config: RunConfig, args: argparse.Namespace) -> None:
-        super().__init__(config, args)
-        self._masked: bool = args.create_attention_mask_in_dataloader
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._masked: bool = config.args.create_attention_mask_in_dataloader
 
     def required(self, models: Sequence[nn.Module]) -> RequiredFields:
         """The whole rank's fields: its script reads a batch once for all chunks."""
@@ -204,5 +204,5 @@ def patched_run(args: argparse.Namespace, family: ModelFamily) -> ScriptRun:
     """The run under a patched checkout's own script; raises ConfigError."""
     config = from_megatron.run_config(args, family)
     start.start_together(partial(check_for_all, config), timeout_s=config.sources.timeout_s)
-    settle_evaluations(args, config)
-    return ScriptRun(Checkout(config, args))
+    settle_evaluations(config)
+    return ScriptRun(Checkout(config))

@@ -135,7 +135,7 @@ def _planner(
         expert_layers=shape.experts.layers if shape.experts else (),
         pattern=without_stages(args.hybrid_layer_pattern or ""),
     )
-    split = layer_split.layers_per_stage(args, shape.family)
+    split = layer_split.layers_per_stage(args, shape.family, None if shape.family.is_encoder_decoder else transformer)
     limit_mb = args.dynapipe_device_memory_limit
     on_cpu = device.type == "cpu"
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)

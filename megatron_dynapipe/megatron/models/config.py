@@ -23,15 +23,6 @@ GELU_TANH = "gelu_tanh"
 Megatron's `--openai-gelu` has no effect on megatron-core's models."""
 
 
-def megatron_config(args: argparse.Namespace) -> TransformerConfig:
-    """Megatron's configuration of its arguments; raises ConfigError where it has no such model."""
-    try:
-        return core_transformer_config_from_args(args)
-    except (AssertionError, NotImplementedError, ValueError) as error:
-        reason = str(error).splitlines() or ["it does not say why"]
-        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
-
-
 def transformer_config(args: argparse.Namespace, of_loop: TransformerConfig | None = None) -> TransformerConfig:
     """Megatron's configuration, with the activation and the scale of scores that the run names.
 
@@ -40,8 +31,15 @@ def transformer_config(args: argparse.Namespace, of_loop: TransformerConfig | No
     Args:
         args: Megatron's checked arguments.
         of_loop: what Megatron's loop has made; made here if None.
+
+    Raises:
+        ConfigError: Megatron has no such model.
     """
-    config = of_loop or megatron_config(args)
+    try:
+        config = of_loop or core_transformer_config_from_args(args)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines() or ["it does not say why"]
+        raise ConfigError(f"Megatron does not have the model that the flags describe: {reason[0]}") from error
     if args.dynapipe_activation == GELU_TANH:
         config.activation_func = partial(gelu, approximate="tanh")
         config.bias_activation_fusion = False  # Megatron's fused kernels have activations of their own

@@ -13,7 +13,7 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing.hugging_face import OF_EXPERTS
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.megatron.entry.resume_record import named
+from megatron_dynapipe.megatron.supply.same_flags import named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

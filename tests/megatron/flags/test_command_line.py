@@ -294,7 +294,7 @@ def settled_and_asked(*, rank: int, world_size: int, data: str, costs: str) -> l
     args.dynapipe_cost_model = Path(costs)
     return [
         differences(run.with_layers_per_stage((1, 1, 1, 1)), chunked),
-        differences(with_measured_costs(run, args), measured),
+        differences(with_measured_costs(run), measured),
     ]
 
 
