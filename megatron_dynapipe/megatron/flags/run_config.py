@@ -25,7 +25,7 @@ from megatron_dynapipe.store import StoreAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where a run's plans and samples come from, and how long it waits for them, whichever host has asked for it.
+    """The places that a run's plans and samples come from, and how long it waits for them, in any host.
 
     Attributes:
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
