@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 
-def planned(trained: Any, *arguments: Any, **settings: Any) -> AbstractContextManager[Any]:
+def planned(trained: Any, *arguments: object, **settings: object) -> AbstractContextManager[Any]:
     """Have a training loop run planned passes for the length of a block.
 
     Args:

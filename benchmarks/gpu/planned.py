@@ -111,7 +111,8 @@ def cases(folder: Path, device: str, costs: dict[str, str], *, small: bool, flag
     chosen = SMALL if small else LARGE
     made = []
     for name, file, stages, changes, batch_id, vocabulary in chosen:
-        loaded: dict[str, Any] = {**config.read(ROOT / "configs" / f"{file}.yaml"), **changes, **flags}
+        loaded: dict[str, Any] = config.read(ROOT / "configs" / f"{file}.yaml")
+        loaded |= {"padded-vocab-size": vocabulary, **changes, **flags}
         run_file = folder / f"{name}-{stages}.yaml"
         run_file.write_text(yaml.safe_dump(loaded))
         batch = next(b for m in ("flan_more", "sft_like") for b in recorded_batches(m) if b["id"] == batch_id)
@@ -171,7 +172,6 @@ def planned(case: Case, method: str, folder: Path) -> Planned:
     batch = {"id": "batch", "model": case.family.value, **case.batch}
     file.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [batch]}))
     words = ["plan", "--model-config", case.run_file, "--cost-model", case.costs, "--cluster", case.cluster]
-    words += ["--vocab-size", str(case.vocabulary)] if case.costs == "analytic" else []
     words += ["--pipeline-parallel", str(case.stages), "--batches", str(file)]
     words += ["--layer-split", "auto"] if method == PLANNED else ["--layer-split", "equal", "--virtual-stages", "1"]
     cost_model, settings = costs_and_settings(build_parser("plan").parse_args(words))

@@ -129,8 +129,8 @@ def _built(setup: Any, planned: Planned) -> list[Any]:
 
     layout, run = planned.settings.layout, setup.args
     models = []
-    for chunk, stage in enumerate(built_stages(setup.model, layout)):
-        module = stage.to(device=setup.device, dtype=setup.model.dtype)
+    for chunk, stage in enumerate(built_stages(run, setup.family, layout)):
+        module = stage.to(device=setup.device, dtype=setup.dtype)
         config = get_model_config(module)
         whole = Float16Module(config, module) if run.bf16 else module
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=run.accumulate_allreduce_grads_in_fp32)
@@ -202,7 +202,7 @@ def alone(planned: Planned, stage: int, *, is_warm: bool = False) -> Iterator[St
                 stage=stage,
                 stages=stages,
                 chunks=planned.settings.chunks,
-                dtype=setup.model.dtype,
+                dtype=setup.dtype,
                 deadline_s=DEADLINE_S,
             )
         steps.is_warm = is_warm
@@ -225,7 +225,7 @@ def together(planned: Planned, turns: int) -> dict[str, Any]:
     with prepared_stages(planned) as setup:
         control = ControlGroup(timeout_s=DEADLINE_S)
         links = measure_links(setup.device)
-        dtype = setup.model.dtype
+        dtype = setup.dtype
         opened = partial(open_runner, control, planned.settings, device=setup.device, dtype=dtype)
         steps = opened(timeout_s=DEADLINE_S, adds_up=False)
         spans = _spans(Stage(setup, planned, control.rank, steps), control, turns)

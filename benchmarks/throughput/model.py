@@ -9,8 +9,9 @@ def build(setup: Any) -> tuple[list[Any], Any]:
     from megatron_dynapipe.megatron.equip.built import built_stages
     from megatron_dynapipe.megatron.flags.from_megatron import run_config
 
-    layout = setup.layout or run_config(setup.args, setup.family).planner.layout
-    modules = [stage.to(device=setup.device, dtype=setup.model.dtype) for stage in built_stages(setup.model, layout)]
+    run = setup.args
+    layout = setup.layout or run_config(run, setup.family).planner.layout
+    modules = [stage.to(device=setup.device, dtype=setup.dtype) for stage in built_stages(run, setup.family, layout)]
     return wrapped(setup, modules)
 
 

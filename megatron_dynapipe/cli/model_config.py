@@ -18,8 +18,6 @@ from megatron_dynapipe.core.units import ModelFamily, target_positions
 from megatron_dynapipe.costing import Experts, ModelShape, family_of_flags
 from megatron_dynapipe.costing.adapters import DEFAULT_DIM, Adapters, Kind
 from megatron_dynapipe.costing.hugging_face import (
-    family_of,
-    hugging_face_fields,
     megatron_flags,
     obstacle_in,
     required_size,
@@ -47,22 +45,16 @@ _SIZES = (
     *("moe-shared-expert-intermediate-size", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim"),
     "v-head-dim",
 )
-FLAGS: Mapping[str, str] = {
-    "num_attention_heads": "heads",
-    "kv_channels": "kv_channels",
-    "ffn_hidden_size": "ffn",
-    "vocab_size": "vocabulary",
-}
-"""Arguments that say more of a model than its layers and hidden size, and what `ModelShape` calls them."""
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as a file describes it; `layers` of a GPT, the other two of a T5.
+    """A model as a file describes it.
 
     Attributes:
-        max_seq_len, max_target_len: most tokens of an input (with a GPT, of its target too), and of a target of a T5;
-            None where no run file says so.
-        shape: fields of `ModelShape` except family and hidden size; some may be missing.
+        layers: of a GPT, or of a T5's encoder and decoder.
+        lengths: most tokens of an input (with a GPT, of its target too), and of a target of a T5; None where no run
+            file says so.
+        shape: fields of `ModelShape` except the family; of those but the hidden size some may be missing.
         obstacle: what of it computed costs do not model; empty where there is nothing.
         data: the dataset whose vocabulary the model has; None where no run file names one.
         pattern: a HybridModel's, whose modules are its layers; empty for other models.
@@ -70,13 +62,9 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: ModelFamily
-    hidden_size: int
-    layers: int | None = None
-    encoder_layers: int | None = None
-    decoder_layers: int | None = None
-    max_seq_len: int | None = None
-    max_target_len: int | None = None
-    shape: dict[str, Any] = {}
+    layers: tuple[int, ...]
+    lengths: tuple[int | None, int | None] = (None, None)
+    shape: dict[str, Any]
     obstacle: str = ""
     data: Path | None = None
     pattern: str = ""
@@ -90,14 +78,13 @@ def take_model_config(args: argparse.Namespace) -> None:
         ConfigError: as `read_model`, or a flag says something else than the file.
     """
     model = read_model(args.model_config)
-    sizes = ("hidden_size", "layers", "encoder_layers", "decoder_layers")
-    said = {name: getattr(model, name) for name in ("model", *sizes)}
-    said |= {name: model.shape.get(field) for name, field in FLAGS.items()}
+    names = ("encoder_layers", "decoder_layers") if model.model.is_encoder_decoder else ("layers",)
+    said = {"model": model.model, "hidden_size": model.shape["hidden"], **dict(zip(names, model.layers, strict=True))}
     for name, value in said.items():
         flag = getattr(args, name)
         if flag is None:
             setattr(args, name, value)
-        elif value is not None and flag != value:
+        elif flag != value:
             raise ConfigError(
                 f"expected --{name.replace('_', '-')} {value}, as in {args.model_config}, got {flag}",
                 hint="leave the flag out: the file says it",
@@ -105,7 +92,7 @@ def take_model_config(args: argparse.Namespace) -> None:
     _check_adapters(args, model.shape.get("adapters"))
     args.pattern = model.pattern
     args.model_file = model
-    args.run_lengths = (model.max_seq_len, model.max_target_len)
+    args.run_lengths = model.lengths
 
 
 def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,12 +132,12 @@ def adapters_of(args: argparse.Namespace) -> Adapters | None:
 
 
 def given_numbers(args: argparse.Namespace) -> dict[str, Any]:
-    """`ModelShape`'s fields, except family and hidden size, as completed arguments say them; some may be missing."""
+    """`ModelShape`'s fields, except the family, as completed arguments say them; some may be missing."""
     file: ModelFile | None = getattr(args, "model_file", None)
-    shape = dict(file.shape) if file is not None else {}
+    shape = {"hidden": args.hidden_size} if file is None else dict(file.shape)
     if (adapters := adapters_of(args)) is not None:
         shape["adapters"] = adapters
-    return shape | {field: getattr(args, name) for name, field in FLAGS.items() if getattr(args, name) is not None}
+    return shape
 
 
 def is_recipe(args: argparse.Namespace) -> bool:
@@ -203,29 +190,31 @@ def experts_of(args: argparse.Namespace) -> Experts | None:
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
-    """The whole model for computed costs: from the file, else from the flags, whose defaults are the published layer's.
+    """The whole model for computed costs, which its file describes.
 
     Raises:
-        ConfigError: a number is missing, or the model has what is not modelled.
+        ConfigError: there is no file, it lacks a number, or the model has what is not modelled.
     """
     file: ModelFile | None = getattr(args, "model_file", None)
-    if file is not None and file.obstacle:
+    if file is None:
+        raise ConfigError(
+            "expected a whole model for --cost-model analytic, got its layers and hidden size",
+            hint="name a run file, a recipe or a config.json that has all of it: --model-config FILE",
+        )
+    if file.obstacle:
         raise ConfigError(
             f"costs are not computed for {file.obstacle}, in {args.model_config}",
             hint="measure them: megatron-dynapipe profile",
         )
     shape = given_numbers(args)
-    if "vocabulary" not in shape and (folder := args.data or (file.data if file is not None else None)) is not None:
+    if "vocabulary" not in shape and (folder := args.data or file.data) is not None:
         shape |= {"vocabulary": read_meta(folder).vocabulary_size, "vocabulary_multiple": 128}
-    missing = [name for name, field in FLAGS.items() if field in ("heads", "vocabulary") and field not in shape]
-    if missing:
+    if missing := [name for name in ("heads", "ffn", "vocabulary") if name not in shape]:
         raise ConfigError(
-            f"--cost-model analytic needs {', '.join('--' + name.replace('_', '-') for name in missing)}",
-            hint="name a run file or a config.json that has all of a model: --model-config FILE",
+            f"expected {', '.join(missing)} of the model in {args.model_config}, for --cost-model analytic, found none",
+            hint="add what is missing; of a dataset that --data names, the vocabulary is taken",
         )
-    shape.setdefault("kv_channels", max(1, args.hidden_size // shape["heads"]))
-    shape.setdefault("ffn", 4 * args.hidden_size)
-    return ModelShape(family=args.model, hidden=args.hidden_size, **shape)
+    return ModelShape(family=args.model, **shape)
 
 
 def read_model(path: Path) -> ModelFile:
@@ -240,7 +229,12 @@ def read_model(path: Path) -> ModelFile:
             model = _of_run_file(recipe_flags(of_recipe))
             adapters = {"adapters": Adapters.of_recipe(values["peft"])} if values.get("peft") else {}
             return msgspec.structs.replace(model, is_recipe=True, shape=model.shape | adapters)
-        return _of_hugging_face(values) if "model_type" in values else _of_run_file(values)
+        if "model_type" not in values:
+            return _of_run_file(values)
+        model = _of_run_file(flags := megatron_flags(values))
+        obstacle = obstacle_in(values)
+        known = {"hidden"} if obstacle else model.shape.keys() - ({"ffn"} if "ffn-hidden-size" not in flags else ())
+        return msgspec.structs.replace(model, obstacle=obstacle, shape={name: model.shape[name] for name in known})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
 
@@ -266,26 +260,22 @@ def _of_run_file(flags: Mapping[str, Any]) -> ModelFile:
     ]
     family = family_of_flags(flags)
     pattern = str(flags.get("hybrid-layer-pattern") or "")
-    modules = len(kinds_of_pattern(pattern)) if pattern else 0
-    layers: dict[str, Any] = {}
+    # n tokens of a sequence train n - 1 positions
+    longest = _length(flags, "seq-length", 0 if family.is_encoder_decoder else 1)
+    longest_target = None
+    layers: tuple[int, ...] = (len(kinds_of_pattern(pattern)),) if pattern else ()
     if family.is_encoder_decoder:
-        layers["encoder_layers"] = required_size(flags, "encoder-num-layers", "num-layers")
-        layers["decoder_layers"] = required_size(flags, "decoder-num-layers", "num-layers")
-        layers["max_target_len"] = _length(flags, "decoder-seq-length", -target_positions(family, 0))
-    else:
-        layers["layers"] = modules or required_size(flags, "num-layers")
-    shape = megatron_fields(megatron_arguments({**flags, **checked}))
+        layers = tuple(required_size(flags, f"{stack}-num-layers", "num-layers") for stack in ("encoder", "decoder"))
+        longest_target = _length(flags, "decoder-seq-length", -target_positions(family, 0))
     folder = str(flags.get("dynapipe-data") or "")
     return ModelFile(
         model=family,
-        hidden_size=shape.pop("hidden"),
-        shape=shape,
+        layers=layers or (required_size(flags, "num-layers"),),
+        lengths=(longest, longest_target),
+        shape=megatron_fields(megatron_arguments({**flags, **checked})),
         obstacle=", ".join(unknown),
         data=Path(folder) if folder and Path(folder).is_dir() else None,
         pattern=pattern,
-        # n tokens of a sequence train n - 1 positions
-        max_seq_len=_length(flags, "seq-length", 0 if family.is_encoder_decoder else 1),
-        **layers,
     )
 
 
@@ -293,19 +283,3 @@ def _length(flags: Mapping[str, Any], name: str, more: int) -> int | None:
     """The most tokens that fit the positions of a run; None where the file does not say."""
     positions = size(flags, name)
     return None if positions is None else max(positions + more, 1)
-
-
-def _of_hugging_face(config: Mapping[str, Any]) -> ModelFile:
-    flags = megatron_flags(config)
-    shape = hugging_face_fields(config)
-    obstacle = obstacle_in(config)
-    hidden = shape.pop("hidden")
-    return ModelFile(
-        model=family_of(config),
-        hidden_size=hidden,
-        layers=flags.get("num-layers"),
-        encoder_layers=flags.get("encoder-num-layers"),
-        decoder_layers=flags.get("decoder-num-layers"),
-        shape={} if obstacle else shape,
-        obstacle=obstacle,
-    )

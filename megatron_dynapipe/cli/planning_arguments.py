@@ -138,8 +138,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=positive, metavar="N", help="layers of a gpt model")
     add("--encoder-layers", type=positive, metavar="N", help="of a t5 model")
     add("--decoder-layers", type=positive, metavar="N", help="of a t5 model")
-    for name in ("hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "vocab-size"):
-        add(f"--{name}", type=positive, metavar="N", help="of the model")
+    add("--hidden-size", type=positive, metavar="N", help="of the model")
     add_adapter_arguments(parser)
 
 
@@ -180,7 +179,7 @@ def costs_and_rates(args: argparse.Namespace) -> tuple[CostModel, DeviceRates]:
         if args.device is not None:
             raise ConfigError(f"--device goes with --cost-model {ANALYTIC}, and a file was given")
         tables = TableCostModel.load(args.cost_model)
-        check_measured_model(tables.file, {"hidden": args.hidden_size, **given_numbers(args)})
+        check_measured_model(tables.file, given_numbers(args))
         return tables, A100_RATES
     shape = model_shape(args)
     device = args.device or ("A100" if args.cluster is None else args.cluster.stem)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing.shape import MOST_SIZE, megatron_arguments, megatron_fields
+from megatron_dynapipe.costing.shape import MOST_SIZE
 
 Flags = dict[str, Any]
 """Keys and values of a run file."""
@@ -65,13 +65,6 @@ def megatron_flags(config: Mapping[str, Any]) -> Flags:
         flags |= readers.get(kind, _llama)(config, flags) | {"vocab-size": size(config, "vocab_size")}
         flags |= {"attention-dropout": 0.0, "hidden-dropout": 0.0, "transformer-impl": "local"}
     return {name: value for name, value in flags.items() if value is not None and value is not False}
-
-
-def hugging_face_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelShape`, except the family, that a HuggingFace configuration has."""
-    flags = megatron_flags(config)
-    fields = megatron_fields(megatron_arguments(flags))
-    return fields if "ffn-hidden-size" in flags else {name: fields[name] for name in fields.keys() - {"ffn"}}
 
 
 def size(values: Mapping[str, Any], *names: str) -> int | None:

@@ -236,6 +236,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return (self.query_channels + self.attended_channels) // 2
         return (self.query_groups or self.heads) * self.kv_channels
 
+    @property
+    def dropout(self) -> bool:
+        """Whether anything is dropped."""
+        return self.attention_dropout or self.hidden_dropout
+
     def seen(self, positions: Floats) -> Floats:
         """Keys that a position of a sample attends to, in the mean; where a kernel masks half of all, both halves."""
         if self.window is None or self.keeps_scores:

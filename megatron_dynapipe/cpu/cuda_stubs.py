@@ -157,7 +157,7 @@ def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """`original` (a factory of tensors), whose `device` argument may name a CUDA device and means the CPU."""
 
     @functools.wraps(original)
-    def factory(*args: Any, **kwargs: Any) -> Any:
+    def factory(*args: object, **kwargs: object) -> Any:
         if kwargs.get("device") is not None:
             kwargs["device"] = as_cpu(kwargs["device"])
         return original(*args, **kwargs)
@@ -172,7 +172,7 @@ def moving_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def to(self: Any, *args: object, **kwargs: object) -> Any:
         if args:
             args = (as_cpu(args[0]), *args[1:])
         if kwargs.get("device") is not None:
@@ -196,7 +196,7 @@ def naming_cuda_types(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Tensor.type`, which says `torch.cuda.FloatTensor` where the CPU's is `torch.FloatTensor`."""
 
     @functools.wraps(original)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: torch.Tensor, *args: object, **kwargs: object) -> Any:
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 

@@ -236,7 +236,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._record(name, leaves, spec, output)
         return output
 
-    def _watched(self, *arguments: Any) -> list[tuple[torch.Tensor, int, str]]:
+    def _watched(self, *arguments: object) -> list[tuple[torch.Tensor, int, str]]:
         """Weights among arguments, and views of them, with their versions and names."""
         leaves = [] if self.inside else [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         return [(t, t._version, name) for t in leaves if (name := self._storages.get(_storage(t))) is not None]
@@ -286,7 +286,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._nodes[id(tensor)] = node, tensor.grad_fn
         self._tensors.append((tensor, node))
 
-    def _encoded(self, *values: Any) -> tuple[list[Any], Any]:
+    def _encoded(self, *values: object) -> tuple[list[Any], Any]:
         """The leaves of values, tensors as nodes, and the tree; raises ConfigError for what cannot be followed."""
         leaves, spec = tree_flatten(values)
         return [self._encode(leaf) for leaf in leaves], spec
@@ -371,12 +371,12 @@ def _access(node: fx.Node, key: Any) -> tuple[Callable[..., Any], tuple[Any, ...
     raise TypeError(f"no way into a structure with the key {key!r}")
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     whole = query[..., :1] + key.sum() + value.sum()
     return whole.expand(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
-def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return rows @ weight[0]
 
 

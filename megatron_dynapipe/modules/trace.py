@@ -132,7 +132,7 @@ class CutPoint(nn.Module):
     else later stages need crosses the boundary by itself.
     """
 
-    def forward(self, *values: Any) -> Any:
+    def forward(self, *values: object) -> Any:
         """Return its argument, or a tuple of several."""
         return values[0] if len(values) == 1 else values
 
@@ -262,7 +262,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
         original = self._call
         original_set = self._set
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, *args: object, **kwargs: object) -> Any:
             return self._of(module, original, args, kwargs)
 
         def read(module: nn.Module, name: str) -> Any:

@@ -88,7 +88,7 @@ class Connections:
         text: bytes = self.request("asking the server about itself", "INFO", *section)
         return fields_of(text.decode(errors="replace"))
 
-    def refuse(self, doing: str, *replies: Any) -> None:
+    def refuse(self, doing: str, *replies: object) -> None:
         """Raise the first refusal among some replies."""
         for reply in replies:
             if isinstance(reply, Exception):

@@ -55,7 +55,7 @@ def plan_batch(
     layers: int | tuple[int, int],
     memory_mb: float,
     equal_counts: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> PlannedBatch:
     """Divide a batch into micro-batches, those over replicas, and order their passes; torch is not needed.
 

@@ -190,7 +190,7 @@ def _take_notices() -> None:
     results_queue = filesystem_async.get_write_results_queue
 
     @functools.wraps(results_queue)  # start-up looks at its parameters
-    def get_write_results_queue(*arguments: Any, **keywords: Any) -> Any:
+    def get_write_results_queue(*arguments: object, **keywords: object) -> Any:
         resource_tracker.ensure_running()  # whose start unblocks the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:

@@ -37,11 +37,12 @@ from megatron_dynapipe.megatron.execution.forward_backward import run_passes
 from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep, MegatronStage
 from megatron_dynapipe.megatron.execution.micro_batch_context import MicroBatchContext
 from megatron_dynapipe.megatron.execution.transport import open_runner
+from megatron_dynapipe.megatron.models.config import state_dtype
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.runtime.process_groups import groups_made
 from megatron_dynapipe.store.entry import StageEntry
 from megatron_dynapipe.tools.loop_planning import WireRows, plain_rows, stage_entry
-from megatron_dynapipe.tools.loop_settings import check_models, settings_of, state_dtype
+from megatron_dynapipe.tools.loop_settings import check_models, settings_of
 
 _NOMINAL = {"seq_length", "micro_batch_size", "decoder_seq_length", "first_val_step"}
 """Arguments of Megatron's schedule functions in whose place a plan has its own."""
@@ -59,7 +60,7 @@ def planned(
     equal_counts: bool = False,
     seed: int = 0,
     timeout_s: float = 300.0,
-    **settings: Any,
+    **settings: object,
 ) -> Iterator["Plans"]:
     """Plan the passes of a training loop for the length of a block. Every rank of the job enters it, at one point.
 
@@ -237,7 +238,7 @@ class Plans:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
-        **nominal: Any,
+        **nominal: object,
     ) -> list[Any]:
         """Run what `micro_batches` has planned, as Megatron's schedule functions do; plans run in their order.
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import get_model_config, unwrap_model
@@ -15,9 +14,9 @@ from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import LENGTH_MULTIPLE, BatchLayout, Recompute
 from megatron_dynapipe.costing import CostModel
-from megatron_dynapipe.megatron.equip.halves import modules_held
+from megatron_dynapipe.megatron.equip.halves import modules_per_stage
 from megatron_dynapipe.megatron.flags.refusals import PASSES, Refusal, first_asked
-from megatron_dynapipe.megatron.models.config import StateBytes, expert_ranks
+from megatron_dynapipe.megatron.models.config import model_state_bytes, state_dtype
 from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.tools.batch import planner_settings
@@ -59,23 +58,18 @@ def settings_of(
     inner = unwrap_model(list(models))
     if costs.family.is_encoder_decoder or any(isinstance(chunk, HybridModel) for chunk in inner):
         raise ConfigError("expected a GPT, whose layers have an attention and an MLP each, got another model")
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    own = [stage, _state_bytes(models, config), *map(modules_held, models)]
-    rows = [row.tolist() for row in control.gather(torch.tensor(own))]
-    stages = range(parallel_state.get_pipeline_model_parallel_world_size())
-    modules = {row[0]: row[2:] for row in rows}
-    layers = [modules[stage][chunk] / _HALVES for chunk in range(len(models)) for stage in stages]
+    layers = [modules / _HALVES for modules in modules_per_stage(models, control)]
     of_models = {
         "layers_per_stage": tuple(int(each) if each.is_integer() else each for each in layers),
         "hidden_size": config.hidden_size,
         "data_parallel": 1,
         "tensor_parallel": config.tensor_model_parallel_size,
-        "pipeline_parallel": len(stages),
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
         "chunks": len(models),
         "sequence_parallel": config.sequence_parallel,
         "element_bytes": state_dtype(config).itemsize,
         "micro_batch_layouts": (layout,),
-        "model_state_bytes": tuple(max(row[1] for row in rows if row[0] == stage) for stage in stages),
+        "model_state_bytes": state_of(models, control),
         "transfers": cuda_rules(os.environ) if next(models[0].parameters()).is_cuda else GLOO_RULES,
         "split_backward": "off",
     }
@@ -93,21 +87,15 @@ def settings_of(
     return of_plans
 
 
-def state_dtype(config: Any) -> torch.dtype:
-    """Type of the states that cross stage boundaries."""
-    dtype: torch.dtype = config.pipeline_dtype or config.params_dtype
-    return torch.float32 if config.fp32_residual_connection else dtype
-
-
-def _state_bytes(models: Sequence[nn.Module], config: Any) -> int:
-    """Memory of a rank's weights and, if they train, of gradients and Adam's states."""
+def state_of(models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
+    """Memory of every pipeline rank's weights and, if they train, of gradients and Adam's states."""
     ddp = getattr(models[0], "ddp_config", None)
-    parameter = config.params_dtype.itemsize
-    shards = parallel_state.get_data_parallel_world_size() if ddp and ddp.use_distributed_optimizer else 1
-    copies = StateBytes(
-        gradient=0 if ddp is None else 4 if ddp.grad_reduce_in_fp32 else parameter,
-        optimizer=0 if ddp is None else 4 * (2 + (parameter < 4)),
-        optimizer_shards=shards,
-        expert_shards=max(shards * config.tensor_model_parallel_size // expert_ranks(config), 1),
+    shares = ddp is not None and ddp.use_distributed_optimizer
+    return model_state_bytes(
+        models,
+        get_model_config(models[0]),
+        control,
+        optimizer=None if ddp is None else "adam",
+        gradients_in_fp32=ddp is not None and ddp.grad_reduce_in_fp32,
+        shards=parallel_state.get_data_parallel_world_size() if shares else 1,
     )
-    return copies.total(unwrap_model(list(models)))

@@ -13,7 +13,7 @@ from megatron_dynapipe.cli.compare import geometric_means
 from megatron_dynapipe.cli.main import main
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.sampling import LengthTable, LongSamples, Sampler, SamplerSettings
-from tests.helpers.planning_commands import arguments, report
+from tests.helpers.planning_commands import arguments, model_file, report
 from tests.helpers.random_dataset import make_dataset
 
 METHODS = ["dynapipe", "packed_rows", "verl", "slime", "bridge", "token_based", "uniform", "packing", "padding"]
@@ -165,8 +165,9 @@ def test_means_are_over_batches_that_both_can_run() -> None:
 def test_plans_have_the_freedom_of_rivals_and_what_is_named_is_fixed_for_all(tmp_path, capsys) -> None:
     """A head that weighs many layers: layers chosen for both, or none, and virtual stages likewise."""
     file = with_batches(tmp_path / "batches.json", {"id": "a", "input": [900, 800, 700, 600, 500, 400, 300, 200] * 2})
-    sizes = "--model gpt --layers 8 --hidden-size 512 --num-attention-heads 4 --vocab-size 32768"
-    words = f"compare --batches {file} --cost-model analytic {sizes} --pipeline-parallel 2 --cluster h100_80gb --json"
+    model = model_file(tmp_path, layers=8, hidden=2048, heads=16, vocabulary=131072)
+    words = f"compare --batches {file} --cost-model analytic --model-config {model} --pipeline-parallel 2"
+    words += " --cluster h100_80gb --json"
 
     def times(*more: str) -> dict[str, float]:
         assert main([*words.split(), *more]) == 0

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_dynapipe.cli import main
 from megatron_dynapipe.cli.model_config import (
-    FLAGS,
     adapters_of,
     given_numbers,
     model_shape,
@@ -46,16 +45,16 @@ def written(tmp_path: Path, given: dict[str, Any]) -> Path:
     ("given", "expected"),
     [
         ({"model_type": "bart", "is_encoder_decoder": True, "d_model": 8, "encoder_layers": 3, "decoder_layers": 5},
-         (T5, 8, None, 3, 5)),
-        ({"model_type": "t5", "d_model": 8, "num_layers": 4, "num_decoder_layers": 2}, (T5, 8, None, 4, 2)),
-        ({"model_type": "t5", "d_model": 64, "num_layers": 4}, (T5, 64, None, 4, 4)),
-        ({"num-layers": 4, "hidden-size": 64, "lr": 0.1}, (GPT, 64, 4, None, None)),
-        ({"encoder-num-layers": 4, "decoder-num-layers": 2, "hidden-size": 64}, (T5, 64, None, 4, 2)),
+         (T5, 8, (3, 5))),
+        ({"model_type": "t5", "d_model": 8, "num_layers": 4, "num_decoder_layers": 2}, (T5, 8, (4, 2))),
+        ({"model_type": "t5", "d_model": 64, "num_layers": 4}, (T5, 64, (4, 4))),
+        ({"num-layers": 4, "hidden-size": 64, "lr": 0.1}, (GPT, 64, (4,))),
+        ({"encoder-num-layers": 4, "decoder-num-layers": 2, "hidden-size": 64}, (T5, 64, (4, 2))),
     ],
 )  # fmt: skip
 def test_sizes(tmp_path: Path, given: dict[str, Any], expected: tuple[Any, ...]) -> None:
     found = read_model(written(tmp_path, given))
-    assert (found.model, found.hidden_size, found.layers, found.encoder_layers, found.decoder_layers) == expected
+    assert (found.model, found.shape["hidden"], found.layers) == expected
 
 
 PUBLISHED_LAYER = {"biases": False, "rms_norm": True, "keeps_scores": False, "attention_dropout": False}
@@ -106,7 +105,7 @@ def parameters(shape: ModelShape, args: argparse.Namespace) -> int:
 
 
 def arguments(path: Path, **given: Any) -> argparse.Namespace:
-    names = ("model", "layers", "hidden_size", "encoder_layers", "decoder_layers", "data", "peft", "peft_dim", *FLAGS)
+    names = ("model", "layers", "hidden_size", "encoder_layers", "decoder_layers", "data", "peft", "peft_dim")
     return argparse.Namespace(**{**dict.fromkeys(names), **given}, model_config=path)
 
 
@@ -145,7 +144,7 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path, text: str | None, said: st
     [
         ({"num-layers": 4, "hidden-size": 64, "mtp-num-layers": 2}, "for mtp-num-layers"),
         ({"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 4}, "a model of type falcon"),
-        ({"num-layers": 4, "hidden-size": 64}, "needs --num-attention-heads, --vocab-size"),
+        ({"num-layers": 4, "hidden-size": 64}, "expected heads, vocabulary of the model in"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, given: dict[str, Any], said: str) -> None:
@@ -157,14 +156,13 @@ def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, given: dict[str
 
 def test_a_flag_may_only_say_what_the_file_says(tmp_path: Path) -> None:
     path = written(tmp_path, {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "swiglu": True})
-    args = arguments(path, layers=4, vocab_size=500)
+    args = arguments(path, layers=4)
     take_model_config(args)
-    assert (args.model, args.hidden_size, args.ffn_hidden_size, args.vocab_size) == (GPT, 64, 128, 500)
-    assert model_shape(args).vocabulary == 500
+    assert (args.model, args.hidden_size, args.layers) == (GPT, 64, 4)
     for wrong, said in (
         ({"layers": 9}, "--layers 4, as in .*, got 9"),
         ({"model": T5}, "--model gpt, .* got t5"),
-        ({"num_attention_heads": 8}, "--num-attention-heads 4"),
+        ({"hidden_size": 32}, "--hidden-size 64"),
     ):
         with pytest.raises(ConfigError, match=said):
             take_model_config(arguments(path, **wrong))
@@ -294,9 +292,9 @@ def test_a_recipe_of_bridge_is_the_model_that_hugging_face_names(tmp_path: Path)
     hugging_face = read_model(written(tmp_path, LLAMA))
     assert recipe.is_recipe
     assert not hugging_face.is_recipe
-    assert recipe.max_seq_len == 8193
-    assert (recipe.model, recipe.hidden_size, recipe.layers) == (GPT, 4096, 32)
-    shapes = [ModelShape(family=GPT, hidden=4096, **file.shape) for file in (recipe, hugging_face)]
+    assert recipe.lengths == (8193, None)
+    assert (recipe.model, recipe.layers) == (GPT, (32,))
+    shapes = [ModelShape(family=GPT, **file.shape) for file in (recipe, hugging_face)]
     assert shapes[0] == msgspec.structs.replace(shapes[1], adapters=Adapters(dim=32))
 
 

@@ -216,7 +216,10 @@ def test_a_t5_is_not_exported(tmp_path, capsys):
     batches.write_text(
         json.dumps({"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": [9], "target": [3]}]})
     )
-    words = f"plan --batches {batches} --cost-model analytic --model t5 --encoder-layers 1 --decoder-layers 1"
-    words += " --hidden-size 32 --num-attention-heads 4 --vocab-size 512 --device-memory-mb 1000 --export megatron"
+    model = tmp_path / "model.yaml"
+    sizes = {"encoder-num-layers": 1, "decoder-num-layers": 1, "hidden-size": 32, "num-attention-heads": 4}
+    model.write_text(json.dumps(sizes | {"padded-vocab-size": 512}))
+    words = f"plan --batches {batches} --cost-model analytic --model-config {model}"
+    words += " --device-memory-mb 1000 --export megatron"
     assert main(words.split()) == 2
     assert "Megatron divides no T5 over a pipeline" in capsys.readouterr().err

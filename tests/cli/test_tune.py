@@ -17,10 +17,13 @@ from megatron_dynapipe.cli.tuned_layouts import close_ones, gain_of, layers_of, 
 from megatron_dynapipe.tools import tuning
 from megatron_dynapipe.tools.tuning import TunedLayout, Tuning
 from tests.helpers.planning_commands import arguments as of_commands
-from tests.helpers.planning_commands import report
+from tests.helpers.planning_commands import model_file, report
 from tests.helpers.random_dataset import make_dataset
 
-ANALYTIC = ["--cost-model", "analytic", "--num-attention-heads", "4", "--vocab-size", "512"]
+
+def computed(folder: Path, **sizes: int) -> list[str]:
+    """Costs that are computed, of a model that a file describes."""
+    return ["--cost-model", "analytic", "--model-config", model_file(folder, **sizes)]
 
 
 def arguments(batches: Path, cost: Path, *more: str) -> list[str]:
@@ -55,8 +58,8 @@ def test_labels_are_counted(tmp_path: Path, cost_file: Path, capsys: pytest.Capt
     for labels in ({}, {"labels": [2] * 6}):
         batch = {"id": "a", "input": [60, 50, 40, 30, 20, 9], **labels}
         file.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [batch]}))
-        for computed in ((), (*ANALYTIC, "--device", "A100")):
-            assert main(arguments(file, cost_file, *computed, "--json")) == 0
+        for costs in ((), (*computed(tmp_path, layers=4, hidden=32), "--device", "A100")):
+            assert main(arguments(file, cost_file, *costs, "--json")) == 0
             best = report(capsys)["layouts"][0]
             times.append(best["predicted_ms"])
         uses.append(best["mfu"] / best["tokens_per_second"])
@@ -166,8 +169,8 @@ def test_reasons_are_grouped_and_near_misses_called_out() -> None:
 
 def test_the_gain_is_what_compare_says_of_both_layouts(tmp_path, batches_file, capsys) -> None:
     """Beside what comes after the passes: with the layers that were found."""
-    sizes = "--model gpt --layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --device-memory-mb 900"
-    common = ["--batches", str(batches_file), *ANALYTIC[:2], *sizes.split(), "--limit", "1", "--json"]
+    costs = computed(tmp_path, layers=4, hidden=512, heads=8, vocabulary=8192)
+    common = ["--batches", str(batches_file), *costs, "--device-memory-mb", "900", "--limit", "1", "--json"]
     assert main(["tune", *common, "--devices", "4", "--workers", "1", "--top", "1", "--chunks", "1"]) == 0
     tuned = report(capsys)
     name = min(tuned["rivals"], key=lambda rival: tuned["rivals"][rival]["predicted_ms"])
@@ -218,8 +221,9 @@ def test_all_that_was_tuned_is_trained(tmp_path, capsys) -> None:
         "--limit",
         "1",
     ]
-    sizes = ["--model", "gpt", "--layers", "4", "--hidden-size", "64", "--device-memory-mb", "500", "--devices", "2"]
-    argv = ["tune", "--data", str(data), *tuned, *sizes, *ANALYTIC, "--workers", "1", "--top", "1", "--chunks", "1"]
+    costs = computed(tmp_path, layers=4, hidden=64)
+    sizes = ["--device-memory-mb", "500", "--devices", "2"]
+    argv = ["tune", "--data", str(data), *tuned, *sizes, *costs, "--workers", "1", "--top", "1", "--chunks", "1"]
     expected = "--tokens-per-global-batch 512 --dynapipe-loss targets --dynapipe-slices off --seq-length 40"
     assert main(argv) == 0
     (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train: ")]
@@ -253,8 +257,13 @@ def test_the_best_layout_is_written_as_a_run_file(batches_file, cost_file, tmp_p
     assert split == (",".join(map(str, best["layers_per_stage"])) if best["pipeline_parallel"] > 1 else None)
 
 
-def test_computed_costs(batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = arguments(batches_file, cost_file, *ANALYTIC, "--device", "NVIDIA H100 80GB HBM3", "--json")
+def test_computed_costs(
+    tmp_path: Path, batches_file: Path, cost_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = arguments(batches_file, cost_file, *computed(tmp_path, layers=4, hidden=32), "--json")
+    assert main([*argv, "--device", "abacus"]) == 2
+    assert "expected a --device whose rates are known, got 'abacus'" in capsys.readouterr().err
+    argv += ["--device", "NVIDIA H100 80GB HBM3"]
     reports = {}
     for more in ([], ["--sequence-parallel"], ["--no-sequence-parallel"]):
         assert main([*argv, *more, "--limit", "1"]) == 0
@@ -300,10 +309,10 @@ def test_a_recipe_of_bridge_is_told_its_overrides(batches_file, tmp_path, capsys
 
 
 @pytest.mark.parametrize("flags", [["--slices", "auto", "--peft", "lora", "--peft-dim", "8"], ["--peft", "dora"]])
-def test_adapters_are_tuned_for_alone(batches_file, capsys, flags):
+def test_adapters_are_tuned_for_alone(tmp_path, batches_file, capsys, flags):
     """They need less memory than all weights with their gradients and optimizer states."""
-    sizes = "--model gpt --layers 6 --hidden-size 2048 --num-attention-heads 16 --vocab-size 512"
-    words = f"--batches {batches_file} --cost-model analytic {sizes} --device-memory-mb 40000 --devices 2"
+    costs = " ".join(computed(tmp_path, layers=6, hidden=2048, heads=16))
+    words = f"--batches {batches_file} {costs} --device-memory-mb 40000 --devices 2"
     best = []
     for more in ([], flags):
         argv = ["tune", *words.split(), "--workers", "1", "--chunks", "1", "--top", "1", *more]
@@ -319,16 +328,16 @@ def test_models_with_adapters_are_planned_with_half_layers(tmp_path, capsys):
     batches = tmp_path / "batches.json"
     lengths = [900, 300, 60, 500, 40, 700, 220, 128, 80, 64, 256, 1000, 30, 90, 512, 333]
     batches.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [{"id": "a", "input": lengths}]}))
-    sizes = "--model gpt --layers 3 --hidden-size 2048 --num-attention-heads 16 --vocab-size 32000 --peft lora"
-    words = f"--batches {batches} --cost-model analytic {sizes} --device-memory-mb 40000 --pipeline-parallel 2"
+    costs = " ".join(computed(tmp_path, layers=3, hidden=2048, heads=16, vocabulary=32000))
+    words = f"--batches {batches} {costs} --peft lora --device-memory-mb 40000 --pipeline-parallel 2"
     assert main(["plan", *words.split(), *["--layers-per-stage", "auto", "--virtual-stages", "1"]]) == 0
     assert "layers per stage: 2.5,0.5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--validate 1", "--write-config best.yaml"])
-def test_flags_of_entry_scripts_are_not_written_for_a_recipe(batches_file, capsys, option):
-    sizes = "--model gpt --layers 6 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --peft lora"
-    words = f"--batches {batches_file} --cost-model analytic {sizes} --device-memory-mb 4000 --devices 2 {option}"
+def test_flags_of_entry_scripts_are_not_written_for_a_recipe(tmp_path, batches_file, capsys, option):
+    costs = " ".join(computed(tmp_path, layers=6, hidden=64))
+    words = f"--batches {batches_file} {costs} --peft lora --device-memory-mb 4000 --devices 2 {option}"
     assert main(["tune", *words.split()]) == 2
     said = capsys.readouterr().err
     assert f"{option.split()[0]} has flags of this package's entry scripts" in said

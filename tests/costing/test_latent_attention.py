@@ -9,7 +9,7 @@ import pytest
 from megatron_dynapipe.core.units import ModelFamily, Recompute
 from megatron_dynapipe.costing import A100_RATES, AnalyticCostModel, ModelShape, PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.attention import Latent, Window
-from megatron_dynapipe.costing.hugging_face import hugging_face_fields, megatron_flags
+from megatron_dynapipe.costing.hugging_face import megatron_flags
 from megatron_dynapipe.costing.recipe import recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments, megatron_fields
 from megatron_dynapipe.costing.state import parameter_bytes
@@ -44,7 +44,7 @@ B, Q = np.array(3.0), np.array(100.0)
 
 
 def of_hugging_face(config: dict[str, Any]) -> ModelShape:
-    return ModelShape(family=ModelFamily.GPT, **hugging_face_fields(config))
+    return ModelShape(family=ModelFamily.GPT, **megatron_fields(megatron_arguments(megatron_flags(config))))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.utils import unwrap_model
 
+from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.tools.loop import planned
-from megatron_dynapipe.tools.loop_settings import _state_bytes
+from megatron_dynapipe.tools.loop_settings import state_of
 from tests.helpers.layouts.layout import MAX_LENGTH, VOCABULARY, Layout
 from tests.helpers.layouts.model import config
 from tests.helpers.loops import Loop, by_megatron, by_plans, costs, wire_rows
@@ -101,9 +102,7 @@ def replayed(*, rank: int, world_size: int, layout: Layout) -> dict[str, Any]:
     loop = RoutedLoop(layout)
     found = {"megatron": loop.updated(by_megatron(loop))}
     seen: list[Any] = []
-    state = torch.tensor(_state_bytes(loop.policy, loop.policy[0].config))
-    dist.all_reduce(state, dist.ReduceOp.MAX)
-    memory_mb = (int(state) + ACTIVATIONS_BYTES) / 1e6
+    memory_mb = (max(state_of(loop.policy, ControlGroup(timeout_s=60))) + ACTIVATIONS_BYTES) / 1e6
     with planned(loop.policy, costs(), memory_mb=memory_mb, wire_rows=wire_rows) as plans:
         passes = by_plans(loop, plans, seen)
         found["planned"] = loop.updated(passes)

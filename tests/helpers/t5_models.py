@@ -1,43 +1,29 @@
 """Small T5s as values: what they are made of, and how their layers lie over stages."""
 
+import argparse
 from collections.abc import Sequence
-
-import torch
 
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import PipelineLayout, model_of_layers
-from megatron_dynapipe.megatron.models.config import ModelConfig
-from megatron_dynapipe.megatron.models.positions import Positions
-from megatron_dynapipe.megatron.models.specs import CoreAttention
 
 
-def t5_model(**changes: object) -> ModelConfig:
-    """A T5 of local layers with learned positions; Megatron's own configuration is made by the test."""
+def t5_args(**changes: object) -> argparse.Namespace:
+    """Megatron's arguments of a T5 with learned positions; its own configuration is made by the test."""
     fields = {
-        "stacks": model_of_layers(ModelFamily.T5, 2, 2),
-        "hidden": 32,
-        "heads": 4,
-        "ffn": 128,
-        "kv_channels": 8,
-        "vocabulary": 512,
-        "max_positions": 24,
-        "longest": 24,
+        "padded_vocab_size": 512,
+        "max_position_embeddings": 24,
         "transformer_impl": "local",
-        "attention": CoreAttention.SDPA,
-        "positions": Positions(),
-        "tied": True,
-        "activation": None,
-        "softmax_scale": None,
-        "sequence_parallel": False,
-        "fp32_residual": False,
-        "dropout": False,
-        "dtype": torch.float32,
-        "gradient_dtype": torch.float32,
-        "experts": None,
-        "pattern": "",
-        "arguments": None,
+        "use_dynapipe": False,
+        "dynapipe_attention": "sdpa",
+        "position_embedding_type": "learned_absolute",
+        "rotary_percent": 1.0,
+        "rotary_base": 10000,
+        "rotary_seq_len_interpolation_factor": None,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "untie_embeddings_and_output_weights": False,
     }
-    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+    return argparse.Namespace(**(fields | changes))
 
 
 def t5_layout(

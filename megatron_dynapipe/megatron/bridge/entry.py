@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 
@@ -21,6 +21,9 @@ from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.runtime.start_store import may_start_again, renew
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.store import find_address
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 Iterators = tuple[Any | None, Any | None, Any | None]
 _originals = Originals()
@@ -46,7 +49,7 @@ class PlannedDataset(DatasetProvider):
 
 @contextlib.contextmanager
 def planned(
-    config: Any,
+    config: "ConfigContainer",
     dataset: str | Path | None = None,
     costs: str | Path = AUTO,
     *,
@@ -112,12 +115,12 @@ def _started(host: Recipe) -> Iterator[PlannedRecipe]:
     """Its run; where torchrun may start the ranks anew, over a store of this start alone."""
     with in_python():
         if may_start_again():
-            renew(host.timeout_s)
+            renew(host.sources.timeout_s)
         with PlannedRecipe(host) as run:
             yield run
 
 
-def checked(config: Any) -> Any:
+def checked(config: "ConfigContainer") -> Any:
     """A recipe that planned runs support, in a Megatron-Bridge that they can rely on; raises as `planned`."""
     relied_on.check()
     check_recipe(config)
@@ -125,7 +128,7 @@ def checked(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
+def planning(config: "ConfigContainer", run: PlannedRecipe) -> Iterator[None]:
     """Have Megatron's factory of schedule functions hand out a run's, and the recipe name the run's samples."""
     if _originals:
         raise ConfigError("expected no planned run to be active yet, got a second one")
@@ -142,7 +145,7 @@ def planning(config: Any, run: PlannedRecipe) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def per_token(config: Any) -> Iterator[None]:
+def per_token(config: "ConfigContainer") -> Iterator[None]:
     """Have gradients be sums over learned tokens, divided once by their number."""
     with changed(of_model(config), calculate_per_token_loss=True), changed(config.ddp, average_in_collective=False):
         yield

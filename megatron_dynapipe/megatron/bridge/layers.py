@@ -7,7 +7,7 @@ has the head. Under such a split plans may be slower than packed rows by another
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 
@@ -24,6 +24,9 @@ from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.service.first_batches import first_batches
 from megatron_dynapipe.service.settings import PlanInputs
 
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
 AUTO, RECIPE = "auto", "recipe"
 LAYERS = (AUTO, RECIPE)
 
@@ -35,7 +38,7 @@ def chooses(layers: str) -> bool:
     return layers == AUTO
 
 
-def layers_of_recipe(config: Any) -> LayerSplit:
+def layers_of_recipe(config: "ConfigContainer") -> LayerSplit:
     """Layers of every virtual stage as a settled recipe's model will have them; of a HybridModel its modules."""
     pattern = pattern_of(config)
     if not pattern:
@@ -45,7 +48,7 @@ def layers_of_recipe(config: Any) -> LayerSplit:
     return layer_split_of_pattern(pattern) or even_layer_split(len(without_stages(pattern)), stages, halves=False)
 
 
-def kept_config(config: Any) -> str:
+def kept_config(config: "ConfigContainer") -> str:
     """The file of the recipe with which the checkpoint to go on from was saved; empty for none."""
     load = config.checkpoint.load
     if load is None or config.checkpoint.finetune:
@@ -56,7 +59,7 @@ def kept_config(config: Any) -> str:
     return str(found[-1]) if found else ""
 
 
-def layers_of_checkpoint(config: Any, file: str) -> LayerSplit | None:
+def layers_of_checkpoint(config: "ConfigContainer", file: str) -> LayerSplit | None:
     """Layers of every virtual stage of a checkpoint: optimizer states load in no others.
 
     Every rank calls it. None for the recipe's own, and for a checkpoint of other pipeline stages.
@@ -73,7 +76,7 @@ def layers_of_checkpoint(config: Any, file: str) -> LayerSplit | None:
     return None if split is None or len(split) % of_model(config).pipeline_model_parallel_size else split
 
 
-def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
+def choose(config: "ConfigContainer", inputs: PlanInputs) -> tuple[LayerSplit, str]:
     """The layers of every virtual stage under which the first batches are predicted fastest, and what to say of it.
 
     Args:
@@ -95,7 +98,7 @@ def choose(config: Any, inputs: PlanInputs) -> tuple[LayerSplit, str]:
 
 
 @contextlib.contextmanager
-def laid_out(config: Any, settings: PlannerSettings, split: LayerSplit) -> Iterator[None]:
+def laid_out(config: "ConfigContainer", settings: PlannerSettings, split: LayerSplit) -> Iterator[None]:
     """For the length of a block, have a settled recipe build these layers on every virtual stage."""
     model = of_model(config)
     chunks = len(split) // settings.pipeline_parallel
@@ -158,7 +161,7 @@ def _said(split: LayerSplit) -> str:
 
 
 @contextlib.contextmanager
-def changed(owner: Any, **values: Any) -> Iterator[None]:
+def changed(owner: Any, **values: object) -> Iterator[None]:
     """Set attributes for the length of a block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():

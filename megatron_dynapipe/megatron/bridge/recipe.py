@@ -4,24 +4,20 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_dynapipe import cpu
 from megatron_dynapipe.core.errors import ConfigError
-from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, model_of_layers
+from megatron_dynapipe.costing import ModelShape, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters, described
-from megatron_dynapipe.costing.devices import rates_of
-from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.costing.recipe import NAMES, recipe_flags
 from megatron_dynapipe.costing.shape import megatron_arguments
@@ -31,13 +27,15 @@ from megatron_dynapipe.megatron.bridge.capabilities import FREE, capabilities
 from megatron_dynapipe.megatron.bridge.layers import AUTO, layers_of_recipe
 from megatron_dynapipe.megatron.bridge.refusals import of_model, pattern_of
 from megatron_dynapipe.megatron.entry import calibration
-from megatron_dynapipe.megatron.equip.halves import modules_held
+from megatron_dynapipe.megatron.equip.halves import modules_per_stage
 from megatron_dynapipe.megatron.flags import machine
-from megatron_dynapipe.megatron.models.config import StateBytes, expert_ranks
-from megatron_dynapipe.megatron.models.eight_bits import length_multiple
+from megatron_dynapipe.megatron.models.config import model_state_bytes, planner_fields
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples, SamplerSettings
-from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts, PlanInputs, SplitSettings
+from megatron_dynapipe.service.settings import PlanInputs, SplitSettings
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 
 def device_of_rank() -> torch.device:
@@ -46,7 +44,7 @@ def device_of_rank() -> torch.device:
 
 
 def plan_inputs(
-    config: Any,
+    config: "ConfigContainer",
     models: Sequence[nn.Module],
     control: ControlGroup,
     *,
@@ -78,7 +76,14 @@ def plan_inputs(
     """
     device = device_of_rank()
     shape = model_shape(config, on_cpu=device.type == "cpu")
-    known = _costs(config, shape, costs, device)
+    known = machine.known_costs(
+        costs,
+        shape,
+        device,
+        element_bytes=of_model(config).params_dtype.itemsize,
+        max_size=max(config.train.global_batch_size, config.validation.eval_global_batch_size),
+        max_length=config.model.seq_length,
+    )
     on_cpu = device.type == "cpu"
     described = machine.cluster_of(cluster, device=device)
     limit = memory_limit_bytes or machine.device_memory_bytes(described, on_cpu=on_cpu)
@@ -90,7 +95,7 @@ def plan_inputs(
     return PlanInputs(data_folder=str(data), splits=splits, planner=planner, costs=known)
 
 
-def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
+def model_shape(config: "ConfigContainer", *, on_cpu: bool) -> ModelShape:
     """The numbers of a recipe's model that decide its costs."""
     places = (of_model(config), config.model)  # what the latter says of a name wins
     said = {name: getattr(place, name) for place in places for name in NAMES if hasattr(place, name)}
@@ -98,14 +103,14 @@ def model_shape(config: Any, *, on_cpu: bool) -> ModelShape:
     return msgspec.structs.replace(shape, adapters=adapters_of(config))
 
 
-def costs_file(config: Any, costs: str | Path, calibrate_s: float, **how: Any) -> Path | None:
+def costs_file(config: "ConfigContainer", costs: str | Path, calibrate_s: float, **how: object) -> Path | None:
     """The cost model file that is named, or for "auto" that of measured costs; None where costs are computed."""
     if costs != AUTO:
         return Path(costs)
     return measured_costs(config, option="calibrate_s=", seconds=calibrate_s, **how)
 
 
-def measured_costs(config: Any, **how: Any) -> Path | None:
+def measured_costs(config: "ConfigContainer", **how: Any) -> Path | None:
     """The cost model file of a recipe's layers, its adapters in place; `how` is the rest for `calibration.measured`.
 
     None where no time is given for measuring, or where it failed.
@@ -124,36 +129,14 @@ def measured_costs(config: Any, **how: Any) -> Path | None:
         return calibration.measured(words, causes=causes, recompute=modes, tensor_parallel=shared, **how)
 
 
-def adapters_of(config: Any) -> Adapters | None:
+def adapters_of(config: "ConfigContainer") -> Adapters | None:
     """The adapters that a recipe trains; None if it trains all weights. Raises ConfigError for an unknown kind."""
     if config.peft is None:
         return None
     return Adapters.of_recipe({"_target_": f".{type(config.peft).__name__}", **vars(config.peft)})
 
 
-def modules_per_stage(models: Sequence[nn.Module], control: ControlGroup) -> ModuleSplit:
-    """Attentions and MLPs of every virtual stage in model order, counted in the models of all ranks."""
-    place = parallel_state.get_pipeline_model_parallel_rank()
-    counts = [modules_held(model) for model in models]
-    rows = {int(row[0]): row[1:].tolist() for row in control.gather(torch.tensor([place, *counts]))}
-    return tuple(int(rows[stage][chunk]) for chunk in range(len(models)) for stage in sorted(rows))
-
-
-def state_bytes(config: Any) -> StateBytes:
-    """Bytes of a trained parameter's copies."""
-    parameter = of_model(config).params_dtype.itemsize
-    shards = config.data_parallel_size if config.ddp.use_distributed_optimizer else 1
-    tensor = of_model(config).tensor_model_parallel_size
-    return StateBytes(
-        gradient=4 if config.ddp.grad_reduce_in_fp32 else parameter,
-        optimizer=4 * ({"sgd": 1}.get(config.optimizer.optimizer, 2) + (parameter < 4)),
-        optimizer_shards=shards,
-        quantised=2 * bool(getattr(of_model(config), "fp8", None)),
-        expert_shards=max(shards * tensor // expert_ranks(of_model(config)), 1),
-    )
-
-
-def recompute_modes(config: Any) -> tuple[Recompute, ...]:
+def recompute_modes(config: "ConfigContainer") -> tuple[Recompute, ...]:
     """The modes that plans choose among: the recipe's, or any.
 
     Layers of frozen weights whose input needs no gradient cannot be computed again as a whole: Bridge sees to it where
@@ -165,26 +148,11 @@ def recompute_modes(config: Any) -> tuple[Recompute, ...]:
     return tuple(Recompute) if config.peft is None else (Recompute.NONE, Recompute.SELECTIVE)
 
 
-def _costs(config: Any, shape: ModelShape, file: Path | None, device: torch.device) -> MeasuredCosts | AnalyticCosts:
-    if file is not None:
-        costs = MeasuredCosts(path=str(file.absolute()))
-        check_measured_model(costs.load().file, msgspec.structs.asdict(shape))
-        return costs
-    rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
-    return AnalyticCosts(
-        shape=shape,
-        rates=msgspec.structs.replace(rates, element_bytes=of_model(config).params_dtype.itemsize),
-        max_size=max(config.train.global_batch_size, config.validation.eval_global_batch_size),
-        max_length=config.model.seq_length,
-    )
-
-
 def _planner(
-    config: Any, models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
+    config: "ConfigContainer", models: Sequence[nn.Module], control: ControlGroup, shape: ModelShape, **of_machine: Any
 ) -> PlannerSettings:
     """Settings of plans: of the model, the layout, and the machine as they are given."""
     model = of_model(config)
-    in_step = expert_ranks(model) // model.tensor_model_parallel_size
     pattern = without_stages(pattern_of(config))
     stacks = model_of_layers(
         ModelFamily.GPT,
@@ -194,7 +162,7 @@ def _planner(
     )
     if models:
         modules = modules_per_stage(models, control)
-        of_model_built = capabilities(models, control) | {"model_state_bytes": _model_state(config, models, control)}
+        of_model_built = capabilities(models, control) | {"model_state_bytes": _state(config, models, control)}
     else:
         modules = stacks.modules_of(layers_of_recipe(config))
         of_model_built = FREE
@@ -205,42 +173,33 @@ def _planner(
             hint="leave context_teams out, or set model.attention_dropout to 0",
         )
     return PlannerSettings(
+        **planner_fields(model),
         model=stacks,
-        hidden_size=model.hidden_size,
         data_parallel=parallel_state.get_data_parallel_world_size(),
-        expert_parallel=in_step,
-        replicas_in_step=in_step,
-        tensor_parallel=model.tensor_model_parallel_size,
-        pipeline_parallel=model.pipeline_model_parallel_size,
         chunks=len(modules) // model.pipeline_model_parallel_size,
         modules_per_stage=modules,
         distributed_optimizer=config.ddp.use_distributed_optimizer,
         recompute=recompute_modes(config),
-        element_bytes=state_dtype(config).itemsize,
-        sequence_parallel=model.sequence_parallel,
-        length_multiple=length_multiple(model),
         **of_model_built,
         **of_machine,
     )
 
 
-def state_dtype(config: Any) -> torch.dtype:
-    """Type of the states that cross stage boundaries."""
-    model = of_model(config)
-    dtype: torch.dtype = model.pipeline_dtype or model.params_dtype
-    return torch.float32 if model.fp32_residual_connection else dtype
+def _state(config: "ConfigContainer", models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
+    """Memory of every pipeline rank's weights, gradients and optimizer states."""
+    return model_state_bytes(
+        models,
+        of_model(config),
+        control,
+        optimizer=config.optimizer.optimizer,
+        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+        shards=config.data_parallel_size if config.ddp.use_distributed_optimizer else 1,
+    )
 
 
-def _model_state(config: Any, models: Sequence[nn.Module], control: ControlGroup) -> tuple[int, ...]:
-    """Memory of every pipeline rank's weights, gradients and optimizer states: the most of any replica's."""
-    counted = [parallel_state.get_pipeline_model_parallel_rank(), state_bytes(config).total(unwrap_model(list(models)))]
-    most = [0] * of_model(config).pipeline_model_parallel_size
-    for stage, size in (values.tolist() for values in control.gather(torch.tensor(counted))):
-        most[stage] = max(most[stage], size)
-    return tuple(most)
-
-
-def splits_of(config: Any, long_samples: LongSamples, data: Path, iteration: int) -> tuple[SplitSettings, ...]:
+def splits_of(
+    config: "ConfigContainer", long_samples: LongSamples, data: Path, iteration: int
+) -> tuple[SplitSettings, ...]:
     """Train, and with evaluation valid and test where the dataset has samples for them."""
     meta = read_meta(data)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.core.errors import ConfigError, DataError
 from megatron_dynapipe.costing.pattern import kinds_of_pattern
@@ -15,6 +15,10 @@ from megatron_dynapipe.data.identity import fingerprint
 from megatron_dynapipe.data.meta import read_meta, tokenizer_folder
 from megatron_dynapipe.megatron.flags.refusals import EVERYWHERE, EXPERTS, Refusal, first_asked
 from megatron_dynapipe.megatron.models.eight_bits import length_multiple
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 BRIDGE = (
     Refusal("use_decentralized_pg", "planned stages find one another by Megatron's global process groups"),
@@ -37,18 +41,18 @@ _INSTEAD = {
 """What to set, where that is more than the name's value if nobody asks."""
 
 
-def of_model(config: Any) -> Any:
+def of_model(config: "ConfigContainer") -> "TransformerConfig":
     """The part of a recipe that holds the transformer's numbers: the model's provider, or a part of its newer form."""
     return getattr(config.model, "transformer", config.model)
 
 
-def pattern_of(config: Any) -> str:
+def pattern_of(config: "ConfigContainer") -> str:
     """The modules of a Hybrid recipe's model, with stages if it has them; empty for a GPT."""
     patterns = (getattr(place, name, None) for place in (config.model, of_model(config)) for name in PATTERNS)
     return next(filter(None, patterns), "")
 
 
-def check_recipe(config: Any) -> None:
+def check_recipe(config: "ConfigContainer") -> None:
     """Raise ConfigError for the first thing in a recipe that a planned run does not support."""
     for place, why, instead in _of_bridge(config):
         raise ConfigError(f"{place} cannot be used in a planned run: {why}", hint=instead)
@@ -68,11 +72,11 @@ def check_recipe(config: Any) -> None:
         raise ConfigError(f"expected model.seq_length to be a multiple of {multiple}, got {length}")
 
 
-def _value(config: Any, name: str) -> Any:
+def _value(config: "ConfigContainer", name: str) -> Any:
     return next((value for _, value in _asked(config, name)), None)
 
 
-def _asked(config: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _asked(config: "ConfigContainer", name: str) -> Iterator[tuple[str, Any]]:
     """The place where a recipe has something under a name, and what."""
     shared = of_model(config)
     if name == "tp_comm_overlap" and getattr(shared, "tensor_model_parallel_size", 1) == 1:
@@ -92,7 +96,7 @@ def _asked(config: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield f"config.{place}.{name}", value
 
 
-def _named_precision(config: Any) -> Any:
+def _named_precision(config: "ConfigContainer") -> Any:
     """A recipe's mixed precision; of a name with eight bits what it stands for, as all of them gather so."""
     precision = config.mixed_precision
     if not isinstance(precision, str) or "fp8" not in precision:
@@ -104,7 +108,7 @@ def _named_precision(config: Any) -> Any:
 _RECIPES = {"current_scaling": "tensorwise", "subchannel_scaling": "blockwise", "mxfp8": "mxfp8"}
 
 
-def _of_bridge(config: Any) -> Iterator[tuple[str, str, str]]:
+def _of_bridge(config: "ConfigContainer") -> Iterator[tuple[str, str, str]]:
     """What is more than one name: what a recipe has, why not, and what to do."""
     kind = type(config.model)
     if not any(base.__name__ in _MODELS for base in kind.__mro__):
@@ -116,7 +120,7 @@ def _of_bridge(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "config.logger.timing_log_level = 2 on several stages", why, "set config.logger.timing_log_level = 1"
 
 
-def checked_dataset(config: Any, dataset: str | Path | None) -> Path | None:
+def checked_dataset(config: "ConfigContainer", dataset: str | Path | None) -> Path | None:
     """A dataset's folder, its tokenizer compared with the recipe's, as far as that is a folder; None for none.
 
     Raises:

@@ -62,7 +62,7 @@ def replacements(
 
     def planning(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
-        def get_forward_backward_func(*_arguments: Any, **_keywords: Any) -> Callable[..., Any]:
+        def get_forward_backward_func(*_arguments: object, **_keywords: object) -> Callable[..., Any]:
             return schedule
 
         return get_forward_backward_func
@@ -77,7 +77,7 @@ def replacements(
 
     def closing(destroy: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(destroy)
-        def destroy_process_group(*arguments: Any, **keywords: Any) -> Any:
+        def destroy_process_group(*arguments: object, **keywords: object) -> Any:
             close()
             return destroy(*arguments, **keywords)
 
@@ -125,7 +125,7 @@ def step_recorder(before: Callable[[Any], None], after: Callable[..., None]) -> 
 
     def recording(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
-        def train_step(*arguments: Any, **keywords: Any) -> Any:
+        def train_step(*arguments: object, **keywords: object) -> Any:
             given = inspect.signature(step).bind(*arguments, **keywords).arguments
             before(given["model"])
             results = step(*arguments, **keywords)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -17,18 +17,18 @@ from torch import nn
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.costing import parse_layer_split
-from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.learned import is_written
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.megatron.bridge import samples
 from megatron_dynapipe.megatron.bridge.batches import bridge_batch
 from megatron_dynapipe.megatron.bridge.layers import before_weights, choose, kept_config, laid_out, layers_of_checkpoint
-from megatron_dynapipe.megatron.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs, state_dtype
+from megatron_dynapipe.megatron.bridge.recipe import device_of_rank, evaluated_splits, plan_inputs
 from megatron_dynapipe.megatron.bridge.refusals import of_model
 from megatron_dynapipe.megatron.equip.attention import mark_sinks
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch, takes_mask
 from megatron_dynapipe.megatron.flags import machine
+from megatron_dynapipe.megatron.flags.run_config import Sources
+from megatron_dynapipe.megatron.models.config import state_dtype
 from megatron_dynapipe.megatron.run.host import Host
 from megatron_dynapipe.megatron.run.run import Items, Run
 from megatron_dynapipe.megatron.supply.long_samples import long_samples
@@ -37,7 +37,9 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import LongSamples
 from megatron_dynapipe.service.planned_splits import split_sampler
 from megatron_dynapipe.service.settings import PlanInputs
-from megatron_dynapipe.store import StoreAddress
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 
 def _kinds(models: Sequence[torch.nn.Module]) -> str:
@@ -45,7 +47,7 @@ def _kinds(models: Sequence[torch.nn.Module]) -> str:
 
 
 class Recipe(Host):
-    """Bridge's loop with a recipe, on this rank; a `SupplyConfig`, too.
+    """Bridge's loop with a recipe, on this rank.
 
     Args:
         config: the recipe, which still describes its own samples; Bridge settles it when training starts.
@@ -54,14 +56,12 @@ class Recipe(Host):
         chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
         planner_cores: cores of each node that plan, an iteration each.
-        context_teams, long_samples, cluster, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
+        context_teams, long_samples, cluster, correct, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
     """
-
-    loss_on: LossOn | None = None
 
     def __init__(
         self,
-        config: Any,
+        config: "ConfigContainer",
         *,
         dataset: Path | None,
         costs: Path | None,
@@ -70,13 +70,8 @@ class Recipe(Host):
         long_samples: LongSamples,
         memory_limit_bytes: int | None,
         cluster: str,
-        store: StoreAddress | None,
-        store_bind: str,
-        planner_cores: int,
-        ahead: int,
         correct: bool,
-        timeout_s: float,
-        report_folder: Path,
+        **sources: Any,
     ) -> None:
         self._config = config
         self._recipe_dataset = config.dataset
@@ -91,27 +86,15 @@ class Recipe(Host):
         )
         self._data = dataset
         self._chooses_layers = chooses_layers
-        self.sources = self
+        self.sources = Sources(planners=machine.nodes(), **sources)
         self.long_samples = long_samples
-        self.store = store
-        self.store_bind = store_bind
-        self.planners = machine.nodes()
-        self.planner_cores: int | None = planner_cores
-        self.ahead = ahead
         self.corrects = correct
-        self.timeout_s = timeout_s
-        self.report_folder = report_folder
 
     @property
     def data(self) -> Path:
         """Dataset folder, of the recipe's own samples once Bridge has asked for them."""
         assert self._data is not None, "Bridge has asked for its datasets"
         return self._data
-
-    @property
-    def files(self) -> Mapping[str, FileDigests]:
-        """Digests of the dataset's files, as its manifest has them."""
-        return read_meta(self.data).files
 
     def read_samples(self, context: Any) -> None:
         """See that there is a dataset folder, once Bridge's process groups exist.
@@ -136,7 +119,7 @@ class Recipe(Host):
         if not self._chooses_layers or of_model(config).pipeline_model_parallel_size == 1:
             return nullcontext()
         self.read_samples(samples.context_of(config, pg_collection))
-        control = ControlGroup(timeout_s=self.timeout_s)
+        control = ControlGroup(timeout_s=self.sources.timeout_s)
         inputs = self._inputs_of([], control, data=self.data, iteration=0)
         own = inputs.planner.layout.layers_per_stage
         if file := control.broadcast_text(kept_config(config)):
@@ -158,10 +141,11 @@ class Recipe(Host):
         """Made from the recipe as Bridge has settled it, and the model that it has built."""
         config = self._config
         self.device = device_of_rank()
-        self.dtype = state_dtype(config)
+        self.dtype = state_dtype(of_model(config))
         self.weights_dtype = of_model(config).params_dtype
         self.seed = config.rng.seed
         self.log_interval = config.logger.log_interval
+        self.files = read_meta(self.data).files
         # Bridge's machine has counted the iteration that begins, but no evaluation.
         iteration = max(get_rerun_state_machine().current_iteration - (not evaluates), 0)
         return self._inputs_of(models, control, data=self.data, iteration=iteration)
@@ -214,7 +198,7 @@ class Recipe(Host):
 
         counts = [context.train_samples, context.valid_samples, context.test_samples]
         name = samples.digest(self._recipe_dataset, self._config.tokenizer, counts)
-        folder = self.report_folder.absolute() / f"samples-{name}"
+        folder = self.sources.report_folder.absolute() / f"samples-{name}"
         datasets = get_dataset_provider(self._recipe_dataset)(
             counts, self._recipe_dataset, tokenizer=context.tokenizer, pg_collection=context.pg_collection
         )

@@ -10,13 +10,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.data.learned import Sample, write_learned
 from megatron_dynapipe.data.meta import SPLITS
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 
 def sample_of(dataset: Any, index: int) -> Sample | None:
@@ -44,7 +47,7 @@ def _samples(dataset: Any | None) -> Iterator[Sample | None]:
     yield from (sample_of(dataset, index) for index in range(0 if dataset is None else len(dataset)))
 
 
-def context_of(config: Any, pg_collection: Any) -> Any:
+def context_of(config: "ConfigContainer", pg_collection: Any) -> Any:
     """What Bridge will say when it asks for a settled recipe's datasets."""
     from megatron.bridge.data.base import DatasetBuildContext
     from megatron.bridge.data.loaders import get_train_valid_test_num_samples

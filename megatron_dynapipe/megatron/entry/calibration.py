@@ -6,7 +6,6 @@ next run of the same model, machine and versions; it reaches other nodes over to
 the machine was busy with other work is the run's own, in its folder of records, and the next run measures again.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -55,22 +54,22 @@ _LAYER_COSTS = (
 """Arguments that layers' costs depend on."""
 
 
-def measured_costs(run: RunConfig, args: argparse.Namespace, flags: Sequence[str]) -> Path | None:
+def measured_costs(run: RunConfig, flags: Sequence[str]) -> Path | None:
     """`measured`, of this run's model. Call it on every rank, inside the check of `start.start_together`."""
     device = machine.processor_and_cores() if run.on_cpu else torch.cuda.get_device_name(run.device)
     return measured(
         ["--model", run.family.value, "--", *flags],
         causes={
-            **{name: str(getattr(args, name, None)) for name in _LAYER_COSTS},
+            **{name: str(getattr(run.args, name, None)) for name in _LAYER_COSTS},
             "family": run.family.value,
-            "experts": str(run.model.experts),
+            "experts": str(run.shape.experts),
             "device": device,
         },
         recompute=run.planner.recompute,
         tensor_parallel=run.planner.tensor_parallel,
         seconds=run.calibrate_s,
-        timeout_s=run.timeout_s,
-        report_folder=run.report_folder,
+        timeout_s=run.sources.timeout_s,
+        report_folder=run.sources.report_folder,
         option="--dynapipe-calibrate ",
     )
 
@@ -130,17 +129,17 @@ def measured(
     return path
 
 
-def with_measured_costs(run: RunConfig, args: argparse.Namespace) -> RunConfig:
+def with_measured_costs(run: RunConfig) -> RunConfig:
     """The same run by the costs of the file that was measured for it, which `--dynapipe-cost-model` names now.
 
     Raises:
         CostModelError: the file cannot be read, or is of another model.
     """
-    costs = machine.costs_of(args, run.model, run.shape, run.device)
-    cluster = machine.cluster_of(args.dynapipe_cluster, device=run.device)
+    costs = machine.costs_of(run.args, run.shape, run.device)
+    cluster = machine.cluster_of(run.args.dynapipe_cluster, device=run.device)
     planner = msgspec.structs.replace(run.planner, network=machine.network(costs.load().links, cluster))
     inputs = msgspec.structs.replace(run.inputs, costs=costs, planner=planner)
-    return dataclasses.replace(run, inputs=inputs, calibrate_s=0.0)
+    return dataclasses.replace(run, inputs=inputs)
 
 
 def _kept(path: Path, *, twice: str) -> str:

@@ -4,7 +4,6 @@ Checked on rank 0 for all ranks, after Megatron has accepted its arguments; othe
 built, by every rank.
 """
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -44,7 +43,7 @@ def check_data(run: RunConfig) -> None:
     """
     _claim_report_folder(run)
     check_tokenizer(run.data, read_meta(run.data))
-    _check_vocabulary(run.data, run.model.vocabulary)
+    _check_vocabulary(run.data, run.shape.vocabulary)
     check_resumed(run.checkpoints, record_of(run, run.inputs))
     for split in run.inputs.splits:
         split_sampler(run.data, split)
@@ -62,12 +61,12 @@ def check_run(run: RunConfig) -> None:
     meta = read_meta(run.data)
     inputs = run.inputs
     notes = [*run.notes, f"cost model: {_describe_costs(inputs.costs, run.device)}"]
-    if not run.family.is_encoder_decoder and run.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
+    if not run.family.is_encoder_decoder and run.sources.loss_on is None and LossOn(meta.loss) is LossOn.TARGETS:
         notes.append(
             "the loss counts what the model will have to write: targets, and what assistants say"
             f" (--dynapipe-loss {LossOn.EVERYTHING} counts every token)"
         )
-    if run.model.dropout:
+    if run.shape.dropout:
         notes.append(
             "dropout is on, as Megatron has it unless --hidden-dropout and --attention-dropout say 0: losses depend on"
             " the layout, and are others after a resume in another one"
@@ -114,7 +113,7 @@ def _surprises(sampler: Sampler, data: Path, split: SplitSettings) -> Iterator[s
 
 def _claim_report_folder(run: RunConfig) -> None:
     """Make the folder of records, and see that this run may write there, and alone does."""
-    folder = run.report_folder
+    folder = run.sources.report_folder
     try:
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,8 +125,8 @@ def _claim_report_folder(run: RunConfig) -> None:
             f"expected a report folder that can be written, got {folder}: {error.strerror or error}",
             hint="pass --dynapipe-report-dir DIR",
         ) from error
-    if run.checkpoints.args.rank == 0:
-        wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.timeout_s * LOCK_SHARE
+    if run.args.rank == 0:
+        wait_s = _OTHER_RUN_S if run.checkpoints.save is None else run.sources.timeout_s * LOCK_SHARE
         lock_folder(folder, wait_s=wait_s, of="records")
     check_records(folder)
     check_replaceable(folder / COST_FILE)
@@ -157,16 +156,16 @@ def check_for_all(run: RunConfig) -> None:
     if start.checks_for_all():
         check_run(run)
     elif start.reports_for_all():  # a node may have a folder of records of its own
-        check_records(run.report_folder)
+        check_records(run.sources.report_folder)
     if folder := run.checkpoints.loaded():
-        check_digests(folder, rank=run.checkpoints.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        check_digests(folder, rank=run.args.rank, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if run.checkpoints.local_folder is not None:
         check_archives(run.checkpoints.local_folder)
-    if run.checkpoints.args.rank == 0 and run.checkpoints.save is not None:
-        lock_folder(run.checkpoints.save, wait_s=run.timeout_s * LOCK_SHARE)
+    if run.args.rank == 0 and run.checkpoints.save is not None:
+        lock_folder(run.checkpoints.save, wait_s=run.sources.timeout_s * LOCK_SHARE)
 
 
-def settle_evaluations(args: argparse.Namespace, run: RunConfig) -> None:
+def settle_evaluations(run: RunConfig) -> None:
     """Have Megatron evaluate on as many batches as are planned at most; a session knows how many each split has."""
-    args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
-    args.full_validation = False
+    run.args.eval_iters = max((split.evaluation or 0 for split in run.inputs.splits), default=0)
+    run.args.full_validation = False

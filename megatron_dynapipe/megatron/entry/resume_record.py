@@ -15,7 +15,7 @@ another kind of optimizer      refused, unless Megatron's --no-load-optim or --f
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -36,6 +36,7 @@ from megatron_dynapipe.megatron.flags.checkpoints import (
     last_local,
 )
 from megatron_dynapipe.megatron.flags.model_record import GPT_TO_HYBRID, OF_WEIGHTS
+from megatron_dynapipe.megatron.supply.same_flags import named
 from megatron_dynapipe.outputs import replace_bytes
 from megatron_dynapipe.service.corrections import Percents
 from megatron_dynapipe.service.settings import PlanInputs
@@ -57,7 +58,6 @@ _LAYOUT = tuple(
     )
 )
 """Settings by which every rank holds what it does."""
-_MOST_NAMED = 8
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     """The record of a run that is about to start; raises DataError where its dataset cannot be read."""
     meta = read_meta(run.data)
     model = {**run.checkpoints.model, "family": run.family.value, "vocabulary_size": str(meta.vocabulary_size)}
-    training = {**run.checkpoints.training, "loss": str(run.loss_on or meta.loss)}
+    training = {**run.checkpoints.training, "loss": str(run.sources.loss_on or meta.loss)}
     splits = [split.name for split in inputs.splits]
     files = {name: file.quick for name, file in meta.files.items() if name.partition(".")[0] in splits}
     settings = {
@@ -96,7 +96,7 @@ def record_of(run: "RunConfig", inputs: PlanInputs) -> ResumeRecord:
     }
     return ResumeRecord(
         model=model,
-        tokenizer=_tokenizer_digest(Path(str(run.checkpoints.args.tokenizer_model))),
+        tokenizer=_tokenizer_digest(Path(str(run.args.tokenizer_model))),
         dataset=files or check_files(run.data, splits, {}),
         settings=settings | training,
         began=(inputs.splits[0].first_iteration, inputs.splits[0].first_sample),
@@ -288,10 +288,3 @@ def _differences(saved: Mapping[str, str], current: Mapping[str, str], *, absent
         for name in sorted(saved.keys() | current.keys())
         if saved.get(name) != current.get(name)
     }
-
-
-def named(texts: Iterable[str]) -> str:
-    """The first of many, and how many more there are."""
-    first = list(texts)
-    more = f", and {len(first) - _MOST_NAMED} more" if len(first) > _MOST_NAMED else ""
-    return ", ".join(first[:_MOST_NAMED]) + more

@@ -6,8 +6,6 @@
 Megatron's count of consumed samples is in its checkpoints; planned iterations correct it to the samples that they had.
 """
 
-import argparse
-
 import msgspec
 
 from megatron_dynapipe.megatron.entry.resume_record import NAME, ResumeRecord, read_record
@@ -25,12 +23,13 @@ _TIMED = (
 """Settings with which corrections of costs stay what they were."""
 
 
-def resumed_inputs(run: RunConfig, args: argparse.Namespace) -> PlanInputs:
+def resumed_inputs(run: RunConfig) -> PlanInputs:
     """The inputs of plans from where Megatron's counters say that training goes on.
 
-    If epochs or samples say how long a run is, `args.train_iters` becomes the iteration at which they end: batches
+    If epochs or samples say how long a run is, `--train-iters` becomes the iteration at which they end: batches
     before may have been of other sizes.
     """
+    args = run.args
     iteration, consumed = (getattr(counters(args), name) for name in ("iteration", "consumed_train_samples"))
     train, *others = run.inputs.splits
     folder = run.checkpoints.resumed()

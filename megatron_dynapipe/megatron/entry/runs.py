@@ -74,8 +74,8 @@ def planned_run(
     if is_gpt and config.plans_layer_split:
         # Megatron has checked the arguments with an even split of the same form.
         set_stages(args, layout.layers_per_stage)
-    run = run_type(Script(config, args), clock=clock)
-    model = decoder_only(config.model, layout) if is_gpt else None  # Megatron's loop builds it
+    run = run_type(Script(config), clock=clock)
+    model = decoder_only(args, layout) if is_gpt else None  # Megatron's loop builds it
     hooks = _before_wrapping(run, flags)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ModelConfig", module="megatron")  # which a T5 does not have
@@ -89,7 +89,7 @@ def planned_run(
     if model is not None:
         model.pre_wrap_hooks += hooks
         return run, arguments
-    provider = _with_hooks(t5_provider(config.model, layout), hooks)
+    provider = _with_hooks(t5_provider(args, layout), hooks)
     ranks = {"get_embedding_ranks": embedding_ranks, "get_position_embedding_ranks": embedding_ranks}
     return run, arguments | ranks | {"model_provider": provider}
 
@@ -97,7 +97,7 @@ def planned_run(
 def _with_hooks(build: Callable[..., Any], hooks: Sequence[Callable[[list[Any]], list[Any]]]) -> Any:
     """A model provider, and what is done with each chunk that it has built."""
 
-    def provide(**stage: Any) -> Any:
+    def provide(**stage: object) -> Any:
         return compose_hooks(hooks)([build(**stage)])[0]
 
     return provide
@@ -149,7 +149,7 @@ def _checked(
     def check() -> RunConfig:
         start.compare_flags(flags, timeout_s=timeout_s)
         clock.ends("arguments")
-        return _settled(args, run, words, set_chunks, clock)
+        return _settled(run, words, set_chunks, clock)
 
     return args, start.start_together(check, timeout_s=timeout_s), flags
 
@@ -167,17 +167,16 @@ def _parsed(
     return args, run
 
 
-def _settled(
-    args: argparse.Namespace, run: RunConfig, words: Sequence[str], set_chunks: Callable[[int], None], clock: StartClock
-) -> RunConfig:
+def _settled(run: RunConfig, words: Sequence[str], set_chunks: Callable[[int], None], clock: StartClock) -> RunConfig:
     """The run, with costs and layers per stage that are measured and planned where they are not given."""
+    args = run.args
     measured = None
     if run.calibrate_s > 0:
-        from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.timeout_s)
-        measured = calibration.measured_costs(run, args, words)
+        from_rank_0("check of the data", lambda: _data_checked(run), timeout_s=run.sources.timeout_s)
+        measured = calibration.measured_costs(run, words)
     if measured is not None:
         args.dynapipe_cost_model = measured
-        run = calibration.with_measured_costs(run, args)
+        run = calibration.with_measured_costs(run)
     clock.ends("costs")
     if run.plans_layer_split:
         chunks = run.planner.chunks
@@ -188,9 +187,9 @@ def _settled(
     if (folder := run.checkpoints.resumed()) and folder.is_dir():
         args.pretrained_checkpoint = None  # Megatron would begin anew where all to go on from is not persistent
     check_for_all(run)
-    settle_evaluations(args, run)
-    if measured is not None and args.rank == 0 and measured.parent != run.report_folder.absolute():
-        shutil.copyfile(measured, run.report_folder / COST_FILE)
+    settle_evaluations(run)
+    if measured is not None and args.rank == 0 and measured.parent != run.sources.report_folder.absolute():
+        shutil.copyfile(measured, run.sources.report_folder / COST_FILE)
     clock.ends("checks of data and memory")
     return run
 
@@ -220,5 +219,5 @@ def _planned_layer_split(run: RunConfig) -> LayerSplit:
         say(f"layers per stage: {text}{why}")
         return text
 
-    layer_split = from_rank_0("layer-split", choose, timeout_s=run.timeout_s)
+    layer_split = from_rank_0("layer-split", choose, timeout_s=run.sources.timeout_s)
     return parse_layer_split(layer_split, expected="numbers of layers")

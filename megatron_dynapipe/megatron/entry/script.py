@@ -27,6 +27,7 @@ from megatron_dynapipe.megatron.execution.task_losses import with_task_sums
 from megatron_dynapipe.megatron.flags import from_megatron
 from megatron_dynapipe.megatron.flags.run_config import RunConfig, label_flops
 from megatron_dynapipe.megatron.hooks.metrics import count_flops, write_metrics, write_task_losses
+from megatron_dynapipe.megatron.models.config import model_state_bytes, state_dtype
 from megatron_dynapipe.megatron.run.host import Host
 from megatron_dynapipe.megatron.run.run import Run
 from megatron_dynapipe.megatron.run.start_clock import StartClock
@@ -43,18 +44,19 @@ class Script(Host):
     """Megatron's `pretrain`, started by an entry script.
 
     Args:
-        config: the run as it was asked for.
-        args: Megatron's namespace, which says where training goes on once a checkpoint has been loaded.
+        config: the run as it was asked for; its arguments say where training goes on once a checkpoint has been loaded.
     """
 
     names_tasks = True
 
-    def __init__(self, config: RunConfig, args: argparse.Namespace) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        args = config.args
         self.config = config
-        self.sources = config
+        self.sources = config.sources
+        self.files = config.files
         self.device = config.device
-        self.dtype = config.model.state_dtype
-        self.weights_dtype = config.model.dtype
+        self.dtype = state_dtype(config.transformer)
+        self.weights_dtype = config.transformer.params_dtype
         self.seed = config.sampler.seed
         self.log_interval = args.log_interval
         self.reserves_all_memory = args.dynapipe_reserve_all_memory
@@ -65,12 +67,16 @@ class Script(Host):
 
     def inputs(self, control: ControlGroup, models: Sequence[nn.Module], *, evaluates: bool) -> PlanInputs:
         """The run's, with the model state that was counted on every pipeline rank: the most of any replica's."""
-        inputs = resumed_inputs(self.config, self._args)
-        counted = [parallel_state.get_pipeline_model_parallel_rank(), self.config.state.total(models)]
-        most = [0] * inputs.planner.pipeline_parallel
-        for stage, size in (values.tolist() for values in control.gather(torch.tensor(counted))):
-            most[stage] = max(most[stage], size)
-        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=tuple(most))
+        inputs = resumed_inputs(self.config)
+        state = model_state_bytes(
+            models,
+            self.config.transformer,
+            control,
+            optimizer=self._args.optimizer,
+            gradients_in_fp32=self._args.accumulate_allreduce_grads_in_fp32,
+            shards=inputs.planner.data_parallel if inputs.planner.distributed_optimizer else 1,
+        )
+        planner = msgspec.structs.replace(inputs.planner, model_state_bytes=state)
         return msgspec.structs.replace(inputs, planner=planner)
 
     def opened(self, control: ControlGroup, inputs: PlanInputs) -> None:
@@ -133,9 +139,9 @@ class Checkout(Script):
     dev takes each rank's own, and `n` positions with labels are taken out of what was broadcast (`equip.labels`).
     """
 
-    def __init__(self, config: RunConfig, args: argparse.Namespace) -> None:
-        super().__init__(config, args)
-        self._masked: bool = args.create_attention_mask_in_dataloader
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._masked: bool = config.args.create_attention_mask_in_dataloader
 
     def required(self, models: Sequence[nn.Module]) -> RequiredFields:
         """The whole rank's fields: its script reads a batch once for all chunks."""
@@ -203,6 +209,6 @@ class ScriptRun(Run):
 def patched_run(args: argparse.Namespace, family: ModelFamily) -> ScriptRun:
     """The run under a patched checkout's own script; raises ConfigError."""
     config = from_megatron.run_config(args, family)
-    start.start_together(partial(check_for_all, config), timeout_s=config.timeout_s)
-    settle_evaluations(args, config)
-    return ScriptRun(Checkout(config, args))
+    start.start_together(partial(check_for_all, config), timeout_s=config.sources.timeout_s)
+    settle_evaluations(config)
+    return ScriptRun(Checkout(config))

@@ -47,7 +47,7 @@ class RowsCore:
     channel: Channel
     kept_keys: KeptKeys
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> Any:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: object, **keywords: object) -> Any:
         """As the module's own; a packed row is [t, 1, heads, channels], or what it was given as `packed_seq_params`."""
         attend: Attend = super().forward  # type: ignore[misc]
         given = keywords.get("packed_seq_params")
@@ -60,7 +60,7 @@ class RowsCore:
         return self.attend_row(attend, query, key, value, row, **keywords)
 
     def _attend_shares(
-        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: object
     ) -> Tensor:
         """[s, b, heads × channels] of b rows of s positions, which attention takes one after another."""
         length, size = query.shape[:2]
@@ -96,7 +96,7 @@ class RowsCore:
         keys, values = (torch.cat(tensors).unsqueeze(1) for tensors in zip(*pieces, strict=True))
         return torch.cat([keys, key]), torch.cat([values, value])
 
-    def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
+    def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
         """Attention with an explicit mask, which a window's own joins; causal, the last query sees all keys."""
         hidden = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
         later = 1 + len(key) - len(query) if _is_causal(keywords) else len(key)
@@ -130,7 +130,7 @@ class EngineRowsCore(RowsCore):
         return has_fused_kernel(*sizes, query.dtype, mask, instead="samples are attended to one by one", **special)
 
     def attend_row(
-        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: object
     ) -> Tensor:
         """Does what `RowsCore` does."""
         if not self.has_kernel(query, key, value, _mask_name(row, keywords)):
@@ -139,14 +139,14 @@ class EngineRowsCore(RowsCore):
         if row.cuts:
             key, value = self.kept_keys.keep(key, value, row.starts(), row.cuts)
 
-        def in_kernel(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **_: Any) -> Tensor:
+        def in_kernel(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **_: object) -> Tensor:
             return attend(query, key, value, None, **keywords | _in_thd(row, keywords))
 
         if row.cuts and row.has_prefix:
             return attend_pieces_in_kernel(query, key, value, row, self.kept_keys, in_kernel).view(len(query), 1, -1)
         return in_kernel(query, key, value, row).view(len(query), 1, -1)
 
-    def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
+    def attend_segment(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
         """By the mask's name, which hides from the bottom right where there are earlier keys."""
         if len(query) != len(key) and _is_causal(keywords):
             keywords |= {"attn_mask_type": AttnMaskType.causal_bottom_right}
@@ -188,7 +188,7 @@ class SdpaRowsCore(RowsCore):
     training: bool
 
     def attend_row(
-        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: Any
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, **keywords: object
     ) -> Tensor:
         """Does what `RowsCore` does."""
         if self.aside is not None:

@@ -1,5 +1,6 @@
 """How models come to be: GPTs and HybridModels by Megatron's own builders, staged T5s by a provider of ours."""
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,13 +25,14 @@ from megatron_dynapipe.costing.pattern import with_stages
 from megatron_dynapipe.megatron.equip.attention import mark_sinks
 from megatron_dynapipe.megatron.equip.experts import equip_experts
 from megatron_dynapipe.megatron.equip.halves import OverlappingLayout, drop_halves
-from megatron_dynapipe.megatron.models.config import ModelConfig
+from megatron_dynapipe.megatron.models.config import transformer_config
 from megatron_dynapipe.megatron.models.hybrid import PlannedHybridStack
 from megatron_dynapipe.megatron.models.specs import (
     ATTENTION,
     MLP,
     CoreAttention,
     TENorm,
+    core_attention,
     run_classes,
     with_classes,
     without,
@@ -43,27 +45,27 @@ DecoderOnly = Any
 
 
 def decoder_only(
-    model: ModelConfig, layout: PipelineLayout | None = None, config: TransformerConfig | None = None
+    args: argparse.Namespace, layout: PipelineLayout | None = None, config: TransformerConfig | None = None
 ) -> DecoderOnly:
     """What Megatron builds a GPT or a HybridModel from: as its arguments say, with the core attention and the norms of
     the run.
 
     Args:
-        model: what it is made of.
+        args: Megatron's, checked.
         layout: of a pipeline that cuts layers, or of a HybridModel, its layout; None leaves it to Megatron's flags.
         config: takes the place of the one that Megatron's arguments describe.
     """
-    config = config or model.transformer_config()
+    config = config or transformer_config(args)
     built: DecoderOnly
-    if model.pattern:
-        built = hybrid_config_from_args(model.arguments, config)
-        built.hybrid_stack_spec = hybrid_layers(config, model.attention)
+    if args.hybrid_layer_pattern:
+        built = hybrid_config_from_args(args, config)
+        built.hybrid_stack_spec = hybrid_layers(config, core_attention(args))
         if layout is not None:
-            built.hybrid_layer_pattern = with_stages(model.pattern, layout.modules_per_stage)
+            built.hybrid_layer_pattern = with_stages(args.hybrid_layer_pattern, layout.modules_per_stage)
     else:
-        built = gpt_config_from_args(model.arguments, config)
-        built.rope_scaling_factor = model.arguments.rope_scaling_factor  # which Megatron's function leaves out
-        built.transformer_layer_spec = partial(gpt_layers, attention=model.attention)
+        built = gpt_config_from_args(args, config)
+        built.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
+        built.transformer_layer_spec = partial(gpt_layers, attention=core_attention(args))
         if layout is not None and layout.cuts_layers:
             config.pipeline_model_parallel_layout = OverlappingLayout(layout.modules_per_stage, layout.stages)
     built.pre_wrap_hooks = [drop_halves, _with_experts, mark_sinks]
@@ -82,13 +84,13 @@ def built_chunks(config: DecoderOnly, ends: bool | None = None) -> list[Any]:
     return list(compose_hooks(config.pre_wrap_hooks)(chunks))
 
 
-def built_stages(model: ModelConfig, layout: PipelineLayout | None = None) -> list[Any]:
+def built_stages(args: argparse.Namespace, family: ModelFamily, layout: PipelineLayout | None = None) -> list[Any]:
     """All chunks that a rank has of any model, not wrapped; a T5 has a layout."""
-    if model.family is ModelFamily.T5:
+    if family is ModelFamily.T5:
         assert layout is not None, "a T5 is staged by a layout"
-        provide = t5_provider(model, layout)
+        provide = t5_provider(args, layout)
         return [provide(vp_stage=chunk) for chunk in range(layout.chunks)]
-    return built_chunks(decoder_only(model, layout))
+    return built_chunks(decoder_only(args, layout))
 
 
 def gpt_layers(config: GPTModelConfig, vp_stage: int | None = None, *, attention: CoreAttention) -> Any:
@@ -125,7 +127,7 @@ def _with_experts(chunks: list[Any]) -> list[Any]:
     return chunks
 
 
-def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
+def t5_provider(args: argparse.Namespace, layout: PipelineLayout) -> ModelProvider:
     """A provider of T5 stages; pass `t5_stage.embedding_ranks` to `pretrain` too, for words and positions."""
     built: list[T5Stage] = []
 
@@ -141,8 +143,8 @@ def t5_provider(model: ModelConfig, layout: PipelineLayout) -> ModelProvider:
         if chunk == 0:
             built.clear()
         stage = T5Stage(
-            model.transformer_config(config),
-            model=model,
+            transformer_config(args, config),
+            args=args,
             layout=layout,
             stage=groups.pp.rank() + chunk * layout.stages,
             pg_collection=groups,

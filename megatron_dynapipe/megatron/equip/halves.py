@@ -9,10 +9,11 @@ So names, numbers and checkpoints are the same as for whole layers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.enums import LayerType
@@ -25,6 +26,7 @@ from megatron_dynapipe.core.model import ModuleSplit
 from megatron_dynapipe.costing.pattern import STAGE_END, megatron_layout
 from megatron_dynapipe.megatron.hooks.originals import Replacement
 from megatron_dynapipe.megatron.models.specs import ATTENTION, MLP
+from megatron_dynapipe.runtime.control_group import ControlGroup
 
 _HALVES = 2
 
@@ -104,6 +106,14 @@ def modules_held(chunk: Any) -> int:
         return len(inner.decoder.layers)
     parts = [part for layer in inner.decoder.layers for part in (layer.self_attention, layer.mlp)]
     return sum(not isinstance(part, IdentityOp) for part in parts)
+
+
+def modules_per_stage(models: Sequence[Any], control: ControlGroup) -> ModuleSplit:
+    """Attentions and MLPs of every virtual stage in model order, counted in the models of all ranks."""
+    place = parallel_state.get_pipeline_model_parallel_rank()
+    counts = [modules_held(model) for model in models]
+    rows = {int(row[0]): row[1:].tolist() for row in control.gather(torch.tensor([place, *counts]))}
+    return tuple(int(rows[stage][chunk]) for chunk in range(len(models)) for stage in sorted(rows))
 
 
 def _drop(layer: Any, modules: Any) -> None:

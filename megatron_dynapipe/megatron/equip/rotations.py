@@ -28,7 +28,7 @@ def equip_rotations(chunks: Sequence[nn.Module], channel: Channel) -> None:
                 vars(embedding).update({"forward": partial(_rotations, embedding.forward, channel), _MARK: True})
 
 
-def _rotations(make: Callable[..., Any], channel: Channel, length: int, *arguments: Any, **keywords: Any) -> Any:
+def _rotations(make: Callable[..., Any], channel: Channel, length: int, *arguments: object, **keywords: object) -> Any:
     """The rotations of `length` positions, or of a row's; one tensor, or one with a scale (YaRN)."""
     row = channel.told.row
     needed = length if row is None else int(row.max_seqlen_kv)

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 
-def become(module: Any, mixin: type, **state: Any) -> None:
+def become(module: Any, mixin: type, **state: object) -> None:
     """Put a mixin before a module's own class.
 
     Args:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_dynapipe.core.instructions import Backward, BackwardWeight, Forward, Instruction
@@ -152,7 +153,10 @@ def _before_first_list(
 
 @contextlib.contextmanager
 def _passes(
-    config: Any, models: Sequence[torch.nn.Module], gathers: "_ParameterGathers", reduction: "_GradientReduction"
+    config: TransformerConfig,
+    models: Sequence[torch.nn.Module],
+    gathers: "_ParameterGathers",
+    reduction: "_GradientReduction",
 ) -> Iterator[None]:
     """While a list runs."""
     equip(models).forget()
@@ -173,7 +177,7 @@ class _GradientReduction(AbstractContextManager["_GradientReduction"]):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         models: Sequence[Any],
         instructions: Sequence[Instruction],
         *,
@@ -278,7 +282,7 @@ class _ParameterGathers:
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         models: Sequence[Any],
         instructions: Sequence[Instruction],
         *,

@@ -49,7 +49,7 @@ def with_task_sums(forward_step: ForwardStep) -> ForwardStep:
         if tasks is None or mask is None:
             return output, loss_function
 
-        def with_sums(losses: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        def with_sums(losses: torch.Tensor, *arguments: object, **keywords: object) -> Any:
             loss, tokens, report = loss_function(losses, *arguments, **keywords)
             told: Told = batch.get("told", NOTHING)
             flat = (mask if told.counts is None else told.counts).reshape(-1).float()

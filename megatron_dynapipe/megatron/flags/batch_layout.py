@@ -24,7 +24,7 @@ from megatron_dynapipe.megatron.flags.planning_flags import ADAPTIVE
 from megatron_dynapipe.megatron.models import eight_bits
 from megatron_dynapipe.megatron.models.packed_attention import HEAD_SIZE_MULTIPLE, LEAST_CAPABILITY, MAX_HEAD_SIZE
 from megatron_dynapipe.megatron.models.relative_attention import LEAST_HEAD_SIZE
-from megatron_dynapipe.megatron.models.specs import HAVE_TRANSFORMER_ENGINE, CoreAttention
+from megatron_dynapipe.megatron.models.specs import HAVE_TRANSFORMER_ENGINE, engine_attention, special_attention
 from megatron_dynapipe.runtime.kernel_compiler import missing_for_kernels
 
 FLAG = "--dynapipe-layout"
@@ -64,30 +64,6 @@ def batch_layouts(args: argparse.Namespace, *, on_cpu: bool) -> Layouts:
     if reason := impossible or first_reason(_packs_slowly(args, on_cpu=on_cpu)):
         return (BatchLayout.PADDED,), reason
     return (BatchLayout.PADDED, BatchLayout.PACKED), ""
-
-
-def core_attention(args: argparse.Namespace) -> CoreAttention:
-    """The core attention that a run's layers have: Transformer Engine's where ours lacks what the model asks for."""
-    # A patched checkout builds its layers itself.
-    if args.transformer_impl != "local" and (_special_attention(args) or args.use_dynapipe):
-        return CoreAttention.MEGATRON
-    if args.dynapipe_attention == "auto":
-        return CoreAttention.ENGINE if HAVE_TRANSFORMER_ENGINE else CoreAttention.SDPA
-    return CoreAttention(args.dynapipe_attention)
-
-
-def _special_attention(args: argparse.Namespace) -> str:
-    """What of the model's attention ours lacks."""
-    parts = (
-        (getattr(args, "window_size", None) is not None, "windows"),
-        (getattr(args, "softmax_type", "vanilla") != "vanilla", "sinks"),
-        (bool(getattr(args, "multi_latent_attention", False)), "latent keys"),
-    )
-    return first_reason(parts)
-
-
-def _engine_attention(args: argparse.Namespace) -> bool:
-    return args.transformer_impl != "local" and core_attention(args) is CoreAttention.MEGATRON
 
 
 def slices(args: argparse.Namespace, family: ModelFamily, layouts: Layouts) -> Slices:
@@ -184,7 +160,7 @@ def schedule(args: argparse.Namespace) -> ScheduleSettings:
 
 def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """The parts of a model that cannot take packed rows."""
-    engine = _engine_attention(args)
+    engine = engine_attention(args)
     relative = args.position_embedding_type == "relative"
     return (
         (args.position_embedding_type == "mrope", "multimodal rotary positions are given for whole rows"),
@@ -200,10 +176,10 @@ def _cannot_pack(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bo
 
 def _packs_slowly(args: argparse.Namespace, *, on_cpu: bool) -> Sequence[tuple[bool, str]]:
     """Models that packed rows can compute, but not in one kernel: each length for itself, or waiting for the device."""
-    engine = _engine_attention(args)
+    engine = engine_attention(args)
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     kernel = not on_cpu and not engine
-    special = _special_attention(args)
+    special = special_attention(args)
     biased = kernel and args.position_embedding_type == "relative"
     return (
         (engine and not _is_half(args), "Transformer Engine's attention over packed rows is for fp16 and bf16"),

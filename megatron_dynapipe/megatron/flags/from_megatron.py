@@ -7,16 +7,15 @@ from typing import Any
 
 import msgspec
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dynapipe import cpu
-from megatron_dynapipe.choosing.trial import unordered_because
 from megatron_dynapipe.config import Cluster
 from megatron_dynapipe.core.errors import DataError
 from megatron_dynapipe.core.network import GLOO_RULES, cuda_rules
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BYTES_PER_MB, ModelFamily
 from megatron_dynapipe.costing import (
-    Experts,
     ModelShape,
     Network,
     ScatterGather,
@@ -31,20 +30,16 @@ from megatron_dynapipe.megatron.flags.batch_layout import (
     Layouts,
     batch_layouts,
     context_teams,
-    core_attention,
     describe,
     schedule,
     slices,
     split_backward,
 )
-from megatron_dynapipe.megatron.flags.checkpoints import Checkpoints
 from megatron_dynapipe.megatron.flags.checks import maximum_lengths, recompute_modes
 from megatron_dynapipe.megatron.flags.planning_flags import AUTO
-from megatron_dynapipe.megatron.flags.run_config import RunConfig
+from megatron_dynapipe.megatron.flags.run_config import RunConfig, Sources
 from megatron_dynapipe.megatron.hooks.fused_kernels import optimizer_in_words
-from megatron_dynapipe.megatron.models.config import ModelConfig, StateBytes, expert_ranks
-from megatron_dynapipe.megatron.models.eight_bits import length_multiple
-from megatron_dynapipe.megatron.models.positions import Positions
+from megatron_dynapipe.megatron.models.config import planner_fields, transformer_config
 from megatron_dynapipe.report import REPORT_FOLDER
 from megatron_dynapipe.sampling import LastBatch, LongSamples, SamplerSettings, TruncationSide
 from megatron_dynapipe.service.planned_splits import split_sampler
@@ -71,45 +66,34 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
     cluster = machine.cluster_of(args.dynapipe_cluster, device=device)
     layouts = batch_layouts(args, on_cpu=device.type == "cpu")
     backward = split_backward(args)
-    model = model_config(args, family)
+    transformer = transformer_config(args)
     shape = ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu")
-    costs = machine.costs_of(args, model, shape, device)
+    costs = machine.costs_of(args, shape, device)
     network = machine.network(costs.load().links, cluster)
     return RunConfig(
-        model=model,
+        args=args,
+        transformer=transformer,
+        shape=shape,
         inputs=PlanInputs(
             data_folder=str(args.dynapipe_data),
             splits=_splits(args, family),
-            planner=_planner(args, model, layouts, backward, network, cluster, device),
+            planner=_planner(args, transformer, shape, layouts, backward, network, cluster, device),
             costs=costs,
         ),
         files=read_meta(args.dynapipe_data).files,
-        state=state_bytes(args),
-        checkpoints=Checkpoints(args, model.transformer_config()),
         device=device,
-        loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
-        store=find_address(args.dynapipe_store_url_file, os.environ),
-        store_bind=args.dynapipe_store_bind,
-        shape=shape,
-        planners=1 if args.dynapipe_planner_cores is None else machine.nodes(),
-        planner_cores=None if args.dynapipe_planner_cores == AUTO else args.dynapipe_planner_cores or 1,
-        ahead=args.dynapipe_lookahead,
-        timeout_s=args.dynapipe_timeout_s,
-        calibrate_s=0.0 if args.dynapipe_cost_model is not None else args.dynapipe_calibrate,
-        plans_layer_split=args.dynapipe_layers_per_stage == AUTO,
-        plans_chunks=_plans_chunks(args),
+        sources=Sources(
+            loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
+            store=find_address(args.dynapipe_store_url_file, os.environ),
+            store_bind=args.dynapipe_store_bind,
+            planners=1 if args.dynapipe_planner_cores is None else machine.nodes(),
+            planner_cores=None if args.dynapipe_planner_cores == AUTO else args.dynapipe_planner_cores or 1,
+            ahead=args.dynapipe_lookahead,
+            timeout_s=args.dynapipe_timeout_s,
+            report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
+        ),
         notes=_notes(args, cluster, layouts, backward),
-        report_folder=args.dynapipe_report_dir or REPORT_FOLDER,
     )
-
-
-def _plans_chunks(args: argparse.Namespace) -> bool:
-    """Whether the run's virtual stages are planned with its layer split."""
-    if args.dynapipe_layers_per_stage != AUTO or args.dynapipe_chunks is not None:
-        return False
-    if args.hybrid_layer_pattern:  # which says how many there are
-        return False
-    return not unordered_because(args.dynapipe_schedule, stages=args.pipeline_model_parallel_size, chunks=2)
 
 
 def _notes(args: argparse.Namespace, cluster: Cluster | None, layouts: Layouts, backward: Backward) -> tuple[str, ...]:
@@ -137,96 +121,43 @@ def _labels_reach_experts(args: argparse.Namespace) -> bool:
 
 def _planner(
     args: argparse.Namespace,
-    model: ModelConfig,
+    transformer: TransformerConfig,
+    shape: ModelShape,
     layouts: Layouts,
     backward: Backward,
     network: Network,
     cluster: Cluster | None,
     device: torch.device,
 ) -> PlannerSettings:
-    split = layer_split.layers_per_stage(args, model.family)
+    stacks = model_of_layers(
+        shape.family,
+        *layer_split.layers_of_stacks(args, shape.family),
+        expert_layers=shape.experts.layers if shape.experts else (),
+        pattern=without_stages(args.hybrid_layer_pattern or ""),
+    )
+    split = layer_split.layers_per_stage(args, shape.family, None if shape.family.is_encoder_decoder else transformer)
     limit_mb = args.dynapipe_device_memory_limit
     on_cpu = device.type == "cpu"
-    in_step = expert_ranks(args) // args.tensor_model_parallel_size  # replicas that share experts; 1 for none
     limit_bytes = None if limit_mb is None else int(limit_mb * BYTES_PER_MB)
     return PlannerSettings(
-        model=model.stacks,
-        hidden_size=model.hidden,
+        **planner_fields(transformer),
+        model=stacks,
         data_parallel=args.data_parallel_size,
-        tensor_parallel=args.tensor_model_parallel_size,
-        pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
-        modules_per_stage=None if split is None else model.stacks.modules_of(split),
+        modules_per_stage=None if split is None else stacks.modules_of(split),
         memory_limit_bytes=limit_bytes or machine.device_memory_bytes(cluster, on_cpu=on_cpu),
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=recompute_modes(args),
         network=network,
         scatter_gather=ScatterGather(args.dynapipe_scatter_gather),
         micro_batch_layouts=layouts[0],
-        slices=slices(args, model.family, layouts),
+        slices=slices(args, shape.family, layouts),
         context_teams=context_teams(args),
         schedule=schedule(args),
-        expert_parallel=in_step,
         label_experts=_labels_reach_experts(args),
         expert_imbalance=args.dynapipe_expert_imbalance,
-        replicas_in_step=in_step,
         split_backward=backward[0],
-        element_bytes=model.state_dtype.itemsize,
         transfers=GLOO_RULES if on_cpu else cuda_rules(os.environ),
-        sequence_parallel=model.sequence_parallel,
-        length_multiple=length_multiple(args),
-    )
-
-
-def model_config(args: argparse.Namespace, family: ModelFamily) -> ModelConfig:
-    """The model that Megatron's checked arguments describe."""
-    experts = Experts.of_megatron(vars(args))
-    pattern = without_stages(args.hybrid_layer_pattern or "")
-    layers = layer_split.layers_of_stacks(args, family)
-    return ModelConfig(
-        stacks=model_of_layers(family, *layers, expert_layers=experts.layers if experts else (), pattern=pattern),
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_channels=args.kv_channels,
-        ffn=args.ffn_hidden_size,
-        vocabulary=args.padded_vocab_size or 0,
-        max_positions=args.max_position_embeddings,
-        longest=max(args.seq_length, args.decoder_seq_length or 0),
-        transformer_impl=args.transformer_impl,
-        attention=core_attention(args),
-        positions=Positions(
-            kind=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rotary_interpolation=args.rotary_seq_len_interpolation_factor,
-            relative_buckets=args.relative_attention_num_buckets,
-            relative_max_distance=args.relative_attention_max_distance,
-        ),
-        tied=not args.untie_embeddings_and_output_weights,
-        activation=args.dynapipe_activation,
-        softmax_scale=args.dynapipe_softmax_scale,
-        sequence_parallel=args.sequence_parallel,
-        fp32_residual=args.fp32_residual_connection,
-        dtype=args.params_dtype,
-        gradient_dtype=torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype,
-        dropout=bool(args.hidden_dropout or args.attention_dropout),
-        pattern=pattern,
-        experts=experts,
-        arguments=args,
-    )
-
-
-def state_bytes(args: argparse.Namespace) -> StateBytes:
-    """Bytes that Megatron's arguments ask for: gradients in fp32 or as parameters, Adam's two moments or SGD's one."""
-    is_half = args.params_dtype.itemsize < 4
-    stage_ranks = args.data_parallel_size * args.tensor_model_parallel_size
-    moments = {"adam": 2, "sgd": 1}.get(args.optimizer, 2)
-    return StateBytes(
-        gradient=4 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype.itemsize,
-        optimizer=4 * (moments + is_half),  # the master copy of half-precision parameters
-        optimizer_shards=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        quantised=2 * bool(args.fp8),
-        expert_shards=stage_ranks // expert_ranks(args) if args.use_distributed_optimizer else 1,
     )
 
 

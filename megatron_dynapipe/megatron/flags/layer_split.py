@@ -17,14 +17,15 @@ from megatron_dynapipe.costing.pattern import (
     without_stages,
 )
 from megatron_dynapipe.megatron.flags.planning_flags import AUTO, EQUAL
-from megatron_dynapipe.megatron.models.config import megatron_config
 from megatron_dynapipe.outputs import say
 
 
-def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> LayerSplit | None:
+def layers_per_stage(
+    args: argparse.Namespace, family: ModelFamily, transformer: TransformerConfig | None = None
+) -> LayerSplit | None:
     """Layers of each virtual stage as Megatron's checked arguments and ours say; None for an equal split.
 
-    A split that is yet to be planned begins even.
+    A split that is yet to be planned begins even. A GPT has Megatron's configuration, which its flags of layers are in.
     """
     asked: LayerSplit | str = args.dynapipe_layers_per_stage
     if not isinstance(asked, str):
@@ -35,7 +36,7 @@ def layers_per_stage(args: argparse.Namespace, family: ModelFamily) -> LayerSpli
         return even_layer_split(layers, stages, halves=_divides_layers(args))
     if args.hybrid_layer_pattern is not None:
         return layer_split_of_pattern(args.hybrid_layer_pattern)
-    return gpt_layers_per_stage(args) if family is ModelFamily.GPT else None
+    return None if transformer is None else layers_of_config(transformer)
 
 
 def layers_of_stacks(args: argparse.Namespace, family: ModelFamily) -> tuple[int, ...]:
@@ -157,16 +158,6 @@ def other_flag(args: argparse.Namespace) -> str | None:
     if layer_split_of_pattern(args.hybrid_layer_pattern or "") is not None:
         flags.append(f"--hybrid-layer-pattern {args.hybrid_layer_pattern}")
     return next(iter(flags), None)
-
-
-def gpt_layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
-    """A GPT's layers per virtual stage in model order, as Megatron's checked flags say.
-
-    These are `--num-layers-per-virtual-pipeline-stage`, `--num-virtual-stages-per-pipeline-rank`,
-    `--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`,
-    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
-    """
-    return layers_of_config(megatron_config(args))
 
 
 def layers_of_config(config: TransformerConfig) -> tuple[int, ...]:

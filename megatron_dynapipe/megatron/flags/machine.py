@@ -10,7 +10,6 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -22,9 +21,6 @@ from megatron_dynapipe.costing import A100_RATES, CPU_RATES, ModelShape, Network
 from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.costing.file import check_measured_model
 from megatron_dynapipe.service.settings import AnalyticCosts, MeasuredCosts
-
-if TYPE_CHECKING:  # it imports Megatron
-    from megatron_dynapipe.megatron.models.config import ModelConfig
 
 AUTO = "auto"
 NONE = "none"
@@ -145,21 +141,39 @@ def device_memory_bytes(cluster: Cluster | None, *, on_cpu: bool) -> int:
     return int(host / local_world_size() * MEMORY_SHARE)
 
 
-def costs_of(
-    args: argparse.Namespace, model: "ModelConfig", shape: ModelShape, device: torch.device
+def costs_of(args: argparse.Namespace, shape: ModelShape, device: torch.device) -> MeasuredCosts | AnalyticCosts:
+    """The costs of a run: of its cost model file, else computed."""
+    by_tokens = args.tokens_per_global_batch is not None
+    return known_costs(
+        args.dynapipe_cost_model,
+        shape,
+        device,
+        tensor_parallel=args.tensor_model_parallel_size,
+        element_bytes=args.params_dtype.itemsize,
+        max_size=max(args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if by_tokens else 1),
+        max_length=max(args.seq_length, args.decoder_seq_length or 0),
+    )
+
+
+def known_costs(
+    file: Path | None,
+    shape: ModelShape,
+    device: torch.device,
+    *,
+    tensor_parallel: int | None = None,
+    element_bytes: int,
+    max_size: int,
+    max_length: int,
 ) -> MeasuredCosts | AnalyticCosts:
     """The costs of a cost model file, read here; without one, those by this device's rates, else by a common one's."""
-    if args.dynapipe_cost_model is not None:
-        costs = MeasuredCosts(path=str(args.dynapipe_cost_model.absolute()))
-        fields = msgspec.structs.asdict(shape)
-        tensor_parallel = args.tensor_model_parallel_size
-        check_measured_model(costs.load().file, fields, tensor_parallel=tensor_parallel)
+    if file is not None:
+        costs = MeasuredCosts(path=str(file.absolute()))
+        check_measured_model(costs.load().file, msgspec.structs.asdict(shape), tensor_parallel=tensor_parallel)
         return costs
     rates = CPU_RATES if device.type == "cpu" else rates_of(torch.cuda.get_device_name(device)) or A100_RATES
-    by_tokens = args.tokens_per_global_batch is not None
     return AnalyticCosts(
         shape=shape,
-        rates=msgspec.structs.replace(rates, element_bytes=model.dtype.itemsize),
-        max_size=max(args.global_batch_size, args.eval_global_batch_size, _MOST_BY_TOKENS if by_tokens else 1),
-        max_length=model.longest,
+        rates=msgspec.structs.replace(rates, element_bytes=element_bytes),
+        max_size=max_size,
+        max_length=max_length,
     )

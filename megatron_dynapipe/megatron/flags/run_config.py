@@ -1,12 +1,15 @@
-"""One run's configuration as one frozen value: what runs takes it or a part of it, and never Megatron's namespace."""
+"""One run's configuration as one frozen value: what plans are made from, next to Megatron's own two objects."""
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dynapipe.choosing.trial import unordered_because
 from megatron_dynapipe.core.costs import EXPERT_MLP, MLP
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import ModelFamily
@@ -14,61 +17,89 @@ from megatron_dynapipe.costing import LayerSplit, ModelShape
 from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.megatron.flags.checkpoints import Checkpoints
-from megatron_dynapipe.megatron.models.config import ModelConfig, StateBytes
+from megatron_dynapipe.megatron.flags.planning_flags import AUTO
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service.settings import PlanInputs
 from megatron_dynapipe.store import StoreAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """One run, as it was asked for.
+class Sources:
+    """The places that a run's plans and samples come from, and how long it waits for them, in any host.
 
     Attributes:
-        inputs: what plans are made from: dataset folder, splits, the planner's settings, costs.
-        files: digests of the dataset's files as its manifest had them when flags were read.
-        state: what a parameter's copies take.
-        checkpoints: saved and loaded ones.
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
         planners: planner processes of the job: one, or one on each node.
         planner_cores: cores of each planner, which plans so many iterations at once; None for what ranks leave.
-        shape: sizes of the model.
         ahead: iterations planned ahead of training.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
-        calibrate_s: for how long layers are measured before training; 0 where there is a cost model file, or they
-            are not to be.
-        plans_layer_split: whether the layers per stage are yet to be planned.
-        plans_chunks: whether the virtual stages of a rank are, too: no flag says how many there are.
-        notes: what the log says of the settings at the run's start.
-        report_folder: where the run's records and pictures go.
+        report_folder: where the run's records and pictures go, and the logs of its store and planners.
     """
 
-    model: ModelConfig
-    inputs: PlanInputs
-    files: Mapping[str, FileDigests]
-    state: StateBytes
-    checkpoints: Checkpoints
-    device: torch.device
-    loss_on: LossOn | None
+    loss_on: LossOn | None = None
     store: StoreAddress | None
     store_bind: str
     planners: int
     planner_cores: int | None
-    shape: ModelShape
     ahead: int
     timeout_s: float
-    calibrate_s: float
-    plans_layer_split: bool
-    plans_chunks: bool
-    notes: tuple[str, ...]
     report_folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run of Megatron's own loop, as it was asked for.
+
+    Attributes:
+        args: Megatron's checked arguments, and ours among them.
+        transformer: Megatron's configuration of the model.
+        shape: sizes of the model; computed costs have them as well, for planners, which have nothing else of the run.
+        inputs: what plans are made from: dataset folder, splits, the planner's settings, costs.
+        files: digests of the dataset's files as its manifest had them when flags were read.
+        device: this rank's.
+        sources: where plans and samples come from.
+        notes: what the log says of the settings at the run's start.
+    """
+
+    args: argparse.Namespace
+    transformer: TransformerConfig
+    shape: ModelShape
+    inputs: PlanInputs
+    files: Mapping[str, FileDigests]
+    device: torch.device
+    sources: Sources
+    notes: tuple[str, ...]
 
     @property
     def family(self) -> ModelFamily:
         """Kind of model."""
-        return self.model.family
+        return self.shape.family
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Saved and loaded ones."""
+        return Checkpoints(self.args, self.transformer)
+
+    @property
+    def calibrate_s(self) -> float:
+        """For how long layers are measured before training; 0 where there is a cost model file, or they are not to."""
+        seconds: float = self.args.dynapipe_calibrate
+        return 0.0 if self.args.dynapipe_cost_model is not None else seconds
+
+    @property
+    def plans_layer_split(self) -> bool:
+        """Whether the layers per stage are yet to be planned."""
+        return bool(self.args.dynapipe_layers_per_stage == AUTO)
+
+    @property
+    def plans_chunks(self) -> bool:
+        """Whether the virtual stages of a rank are, too: no flag says how many there are."""
+        args = self.args
+        if not self.plans_layer_split or args.dynapipe_chunks is not None or args.hybrid_layer_pattern:
+            return False
+        return not unordered_because(args.dynapipe_schedule, stages=args.pipeline_model_parallel_size, chunks=2)
 
     @property
     def on_cpu(self) -> bool:

@@ -23,7 +23,7 @@ def with_empty_states(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def load_what_is_there(
-        sharded_state_dict: dict[str, Any], checkpoint_dir: str, *arguments: Any, **keywords: Any
+        sharded_state_dict: dict[str, Any], checkpoint_dir: str, *arguments: object, **keywords: object
     ) -> Any:
         empty = {
             name: _empty_states(entries)

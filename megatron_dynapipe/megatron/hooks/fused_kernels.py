@@ -96,7 +96,7 @@ def install(originals: Originals) -> None:
     original = getattr(module, FACTORY)
 
     @functools.wraps(original)
-    def fused(*arguments: Any, **keywords: Any) -> Any:
+    def fused(*arguments: object, **keywords: object) -> Any:
         optimizer = original(*arguments, **keywords)
         fuse_adam(optimizer)
         return optimizer

@@ -23,7 +23,7 @@ def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(sharded_state)
-    def padded(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def padded(self: Any, *arguments: object, **keywords: object) -> Any:
         gathered = [(buffer, buffer.numel) for buffer in self.buffers]
         gathered += [(bucket, bucket.grad_data.numel()) for buffer in self.buffers for bucket in buffer.buckets]
         unpadded = [owner.numel_unpadded for owner, _ in gathered]

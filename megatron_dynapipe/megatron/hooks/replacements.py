@@ -29,7 +29,7 @@ _FIRST = "is_first_iteration"
 
 def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
-    def get_forward_backward_func(*arguments: Any, **keywords: Any) -> Callable[..., Any]:
+    def get_forward_backward_func(*arguments: object, **keywords: object) -> Callable[..., Any]:
         return active_run.schedule(factory(*arguments, **keywords))
 
     return get_forward_backward_func
@@ -37,7 +37,7 @@ def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_step)
-    def step(*arguments: Any, **keywords: Any) -> Any:
+    def step(*arguments: object, **keywords: object) -> Any:
         from megatron.training import get_args
 
         args = get_args()
@@ -52,7 +52,7 @@ def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counting(num_floating_point_operations: Callable[..., float]) -> Callable[..., float]:
     @functools.wraps(num_floating_point_operations)
-    def count(*arguments: Any, **keywords: Any) -> float:
+    def count(*arguments: object, **keywords: object) -> float:
         return active_run.flops(num_floating_point_operations(*arguments, **keywords))
 
     return count
@@ -81,7 +81,7 @@ def _logging(training_log: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(training_log)
 
     @functools.wraps(training_log)
-    def log(*arguments: Any, **keywords: Any) -> Any:
+    def log(*arguments: object, **keywords: object) -> Any:
         from megatron.training import get_args, training
 
         bound = signature.bind(*arguments, **keywords)
@@ -102,7 +102,7 @@ def _shaping(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any
     signature = inspect.signature(get_batch_on_this_tp_rank)
 
     @functools.wraps(get_batch_on_this_tp_rank)
-    def batch(*arguments: Any, **keywords: Any) -> Any:
+    def batch(*arguments: object, **keywords: object) -> Any:
         bound = signature.bind(*arguments, **keywords)
         size, length = (bound.arguments[name] for name in _SHAPE)
         bound.arguments.update(zip(_SHAPE, active_run.micro_batch_shape(size, length), strict=True))
@@ -118,7 +118,7 @@ def _reading(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any
     """The original takes all tensors on every stage and broadcasts them in the shape of flags; ranks have their own."""
 
     @functools.wraps(get_batch_on_this_tp_rank)
-    def batch(data_iterator: Iterator[dict[str, Any]], *_arguments: Any, **_keywords: Any) -> dict[str, Any]:
+    def batch(data_iterator: Iterator[dict[str, Any]], *_arguments: object, **_keywords: object) -> dict[str, Any]:
         return dict(next(data_iterator))
 
     return batch
@@ -148,7 +148,7 @@ def _ending_with_its_rank(get_write_results_queue: Callable[..., Any]) -> Callab
 _WRITER = "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller"
 
 
-def _write_until_the_rank_ends(*arguments: Any) -> None:
+def _write_until_the_rank_ends(*arguments: object) -> None:
     """Run Megatron's own loop, in the process that a fork server starts for it: this module is imported anew there."""
     threading.Thread(target=_end_with, args=[multiprocessing.parent_process()], daemon=True).start()
     resolve(_WRITER).async_loop(*arguments)

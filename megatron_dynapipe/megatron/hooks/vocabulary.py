@@ -43,7 +43,7 @@ class UnreadTokenizer:
 
 def _reading_later(build_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build_tokenizer)
-    def build(args: argparse.Namespace, **keywords: Any) -> Any:
+    def build(args: argparse.Namespace, **keywords: object) -> Any:
         if not _is_of_dataset(args):
             return build_tokenizer(args, **keywords)
         tokens = read_meta(args.dynapipe_data).vocabulary_size

@@ -54,7 +54,7 @@ class EngineCoreAttention(SdpaCoreAttention):
 
 @functools.cache
 def has_fused_kernel(
-    heads: int, groups: int, channels: int, dtype: torch.dtype, mask: str, *, instead: str = _INSTEAD, **special: Any
+    heads: int, groups: int, channels: int, dtype: torch.dtype, mask: str, *, instead: str = _INSTEAD, **special: object
 ) -> bool:
     """Whether Transformer Engine has a kernel that keeps no scores for packed rows of such heads; says so if not.
 

@@ -27,7 +27,7 @@ def final_norm(model: GPTModel | HybridModel) -> nn.Module | None:
 class PlannedHybridStack(HybridStack):
     """Megatron's stack with a final norm of this class: its own is Transformer Engine's alone."""
 
-    def __init__(self, *arguments: Any, norm: Any, post_layer_norm: bool = True, **keywords: Any) -> None:
+    def __init__(self, *arguments: object, norm: Any, post_layer_norm: bool = True, **keywords: object) -> None:
         super().__init__(*arguments, post_layer_norm=False, **keywords)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:

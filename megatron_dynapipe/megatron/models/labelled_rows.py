@@ -37,11 +37,11 @@ class RowGather(IdentityFuncOp):
         self.rows: Tensor | None = None
         self.shards: torch.distributed.ProcessGroup | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *_: object, **__: object) -> Any:
         """Megatron's form of adding a bias and a residual: a function of states, and of what else it adds."""
         return self.take
 
-    def take(self, states: Tensor, *_: Any) -> Tensor:
+    def take(self, states: Tensor, *_: object) -> Tensor:
         """[s, b, h] → [n, 1, h], or this rank's parts of both under sequence parallelism."""
         if (rows := self.rows) is None:
             return states

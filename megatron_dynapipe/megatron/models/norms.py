@@ -1,7 +1,5 @@
 """The norm of Megatron's local layers, also under sequence parallelism and with residuals in fp32."""
 
-from typing import Any
-
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import layer_norm, rms_norm
@@ -42,7 +40,7 @@ class LocalNorm:
     """
 
     def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
         """The norm of a hidden size; Megatron calls a norm's class for it."""
         if config.normalization not in _NORMS or config.layernorm_zero_centered_gamma:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_dynapipe.megatron.models.padded_rows import AttentionRows
@@ -16,37 +14,6 @@ from megatron_dynapipe.megatron.models.padded_rows import AttentionRows
 LEARNED, ROTARY, RELATIVE = "learned_absolute", "rope", "relative"
 T5_POSITIONS = (LEARNED, ROTARY, RELATIVE, "none")
 """Values of `--position-embedding-type` that a staged T5 has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Positions:
-    """The settings of positions; names and defaults are Megatron's.
-
-    Attributes:
-        kind: one of `T5_POSITIONS`.
-        rotary_percent: share of a head's channels that are rotated.
-        rotary_base: the base of the rotations' frequencies.
-        rotary_interpolation: factor by which longer sequences are squeezed; None for none.
-        relative_buckets: rows of a table of relative biases.
-        relative_max_distance: distance from which all positions share a bucket.
-    """
-
-    kind: str = LEARNED
-    rotary_percent: float = 1.0
-    rotary_base: int = 10000
-    rotary_interpolation: float | None = None
-    relative_buckets: int = 32
-    relative_max_distance: int = 128
-
-    def table(self, config: TransformerConfig, *, bidirectional: bool) -> RelativePositionEmbedding:
-        """Biases [buckets, heads] of a stack, whole on every tensor-parallel rank."""
-        return RelativePositionEmbedding(
-            bidirectional=bidirectional,
-            init_method=config.init_method,
-            num_attention_heads=config.num_attention_heads,
-            relative_attention_num_buckets=self.relative_buckets,
-            relative_attention_max_distance=self.relative_max_distance,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Specifications of transformer layers: Megatron's, with the core attention and the norm that a run asks for."""
 
+import argparse
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -53,13 +54,33 @@ class CoreAttention(enum.StrEnum):
         return module
 
 
+def core_attention(args: argparse.Namespace) -> CoreAttention:
+    """The core attention that a run's layers have: Transformer Engine's where ours lacks what the model asks for."""
+    # A patched checkout builds its layers itself.
+    if args.transformer_impl != "local" and (special_attention(args) or args.use_dynapipe):
+        return CoreAttention.MEGATRON
+    if args.dynapipe_attention == "auto":
+        return CoreAttention.ENGINE if HAVE_TRANSFORMER_ENGINE else CoreAttention.SDPA
+    return CoreAttention(args.dynapipe_attention)
+
+
+def special_attention(args: argparse.Namespace) -> str:
+    """What of the model's attention ours lacks."""
+    parts = (
+        (getattr(args, "window_size", None) is not None, "windows"),
+        (getattr(args, "softmax_type", "vanilla") != "vanilla", "sinks"),
+        (bool(getattr(args, "multi_latent_attention", False)), "latent keys"),
+    )
+    return next((part for asked, part in parts if asked), "")
+
+
+def engine_attention(args: argparse.Namespace) -> bool:
+    """Whether attention is Transformer Engine's."""
+    return args.transformer_impl != "local" and core_attention(args) is CoreAttention.MEGATRON
+
+
 def t5_layer(
-    config: TransformerConfig,
-    attention: CoreAttention,
-    *,
-    decoder: bool,
-    engine: bool = False,
-    biases_hide: bool = False,
+    config: TransformerConfig, attention: CoreAttention, *, decoder: bool, biases_hide: bool = False
 ) -> tuple[ModuleSpec, Any]:
     """One layer of a T5's encoder or decoder, and the class of the norm after the last one.
 
@@ -67,12 +88,12 @@ def t5_layer(
         config: the model's configuration.
         attention: the layer's core attention.
         decoder: whether it is the decoder.
-        engine: whether its modules are Transformer Engine's, not Megatron's local ones.
         biases_hide: whether biases hide later keys, so that self-attention need not do so itself.
 
     Raises:
         ConfigError: Transformer Engine is asked for and not installed.
     """
+    engine = config.transformer_impl != "local"
     if engine and not HAVE_TRANSFORMER_ENGINE:
         raise ConfigError(
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed",

@@ -6,6 +6,7 @@ state, at the encoder's end its output, inside the decoder the encoder's output 
 hand the encoder's output on unchanged.
 """
 
+import argparse
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,7 +26,6 @@ from torch import Tensor
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.costing import PipelineLayout, stage_modules
 from megatron_dynapipe.costing.state import attends
-from megatron_dynapipe.megatron.models.config import ModelConfig
 from megatron_dynapipe.megatron.models.padded_rows import AttentionRows
 from megatron_dynapipe.megatron.models.positions import (
     LEARNED,
@@ -34,7 +35,7 @@ from megatron_dynapipe.megatron.models.positions import (
     StackPositions,
 )
 from megatron_dynapipe.megatron.models.shared_weights import SharedWeight, connect_copies
-from megatron_dynapipe.megatron.models.specs import CoreAttention, t5_layer
+from megatron_dynapipe.megatron.models.specs import CoreAttention, core_attention, engine_attention, t5_layer
 from megatron_dynapipe.megatron.models.t5_inputs import T5StageInputs
 from megatron_dynapipe.megatron.models.t5_stack import T5Stack
 from megatron_dynapipe.runtime.shared_weights import SharedWeights
@@ -50,7 +51,7 @@ class T5Stage(LanguageModule):
 
     Args:
         config: Megatron's configuration, for the whole model.
-        model: what else the model is made of.
+        args: Megatron's checked arguments, which say what else the model is made of.
         layout: how its layers lie over the virtual stages.
         stage: which of these this is.
         pg_collection: this rank's process groups; Megatron's global ones if None.
@@ -63,44 +64,46 @@ class T5Stage(LanguageModule):
         self,
         config: TransformerConfig,
         *,
-        model: ModelConfig,
+        args: argparse.Namespace,
         layout: PipelineLayout,
         stage: int,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.model_type = ModelType.encoder_or_decoder
-        self.model = model
         self.layout = layout
         self.stage = stage
         self.stage_modules = stage_modules(layout)[stage]
         self.vp_stage = stage // layout.stages if layout.chunks > 1 else None
         self.pre_process = self.stage_modules.embeds
         self.post_process = self.stage_modules.ends_decoder
-        self.share_embeddings_and_output_weights = model.tied
+        self.share_embeddings_and_output_weights = not args.untie_embeddings_and_output_weights
+        self.positions: str = args.position_embedding_type
+        self._attention = core_attention(args)
+        self._takes_rows = engine_attention(args)
         self.shared_weights: SharedWeights | None = None
         self._inputs: Sequence[Tensor] = ()
-        _check(model, self.pg_collection)
+        self._check()
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
-                vocab_size=model.vocabulary,
-                max_sequence_length=model.max_positions,
-                position_embedding_type="learned_absolute" if model.positions.kind == LEARNED else "none",
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                position_embedding_type=LEARNED if self.positions == LEARNED else "none",
                 tp_group=self.tp_group,
             )
-        self._build_positions()
+        self._build_positions(args)
         self.encoder = self._stack(decoder=False)
         self.decoder = self._stack(decoder=True)
         if self.post_process:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
-                model.vocabulary,
+                args.padded_vocab_size,
                 config=config,
                 init_method=config.init_method,
-                bias=model.tied,
+                bias=self.share_embeddings_and_output_weights,
                 gather_output=False,
-                skip_weight_param_allocation=self.pre_process and model.tied,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
                 tp_group=self.tp_group,
             )
         self._mark_weights()
@@ -110,14 +113,14 @@ class T5Stage(LanguageModule):
     @property
     def position_embeddings(self) -> torch.nn.Embedding | None:
         """The learned positions, where there are any."""
-        if not self.pre_process or self.model.positions.kind != LEARNED:
+        if not self.pre_process or self.positions != LEARNED:
             return None
         positions: torch.nn.Embedding = self.embedding.position_embeddings
         return positions
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
         """The stage's copy of the word embeddings, if it has one."""
-        if not (self.pre_process or (self.post_process and self.model.tied)):
+        if not (self.pre_process or (self.post_process and self.share_embeddings_and_output_weights)):
             return None
         weight: torch.nn.Parameter = (self.embedding.word_embeddings if self.pre_process else self.output_layer).weight
         return weight
@@ -156,7 +159,8 @@ class T5Stage(LanguageModule):
         decoded = self.decoder.run(stack, _given(encoded), cross)
         if not self.post_process:
             return _given(encoded), decoded
-        weight = self.shared_embedding_or_output_weight() if self.model.tied and self.pre_process else None
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied and self.pre_process else None
         logits, _ = self.output_layer(decoded, weight=weight)
         if batch.labels is None:
             return torch.as_tensor(logits.transpose(0, 1).contiguous())
@@ -187,12 +191,12 @@ class T5Stage(LanguageModule):
         Raises:
             ConfigError: the attention is Transformer Engine's, which takes rows.
         """
-        if self.model.engine_attention:
+        if self._takes_rows:
             raise ConfigError(
                 "expected rows for the layers of Transformer Engine, got masks",
                 hint="give T5StageInputs its encoder_row and decoder_row",
             )
-        if self.model.attention is CoreAttention.MEGATRON:
+        if self._attention is CoreAttention.MEGATRON:
             return forbidden
         padding = forbidden[:, :, :1]
         dtype = self.config.params_dtype
@@ -203,33 +207,54 @@ class T5Stage(LanguageModule):
     ) -> ShardedStateDict:
         """Checkpoint entries that any split of the same model can load; shared weights are saved by the first stage."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for weight in sharings(self.model, self.layout):
+        for weight in self._sharings:
             weight.save_once(self, self.stage, entries, prefix)
         return entries
 
-    def _build_positions(self) -> None:
-        positions = self.model.positions
+    @property
+    def _sharings(self) -> tuple[SharedWeight, ...]:
+        """Every weight of the whole model that several virtual stages may hold."""
+        return sharings(self.layout, self.positions, tied=self.share_embeddings_and_output_weights)
+
+    @property
+    def _biases_hide(self) -> bool:
+        """Whether relative biases say which keys are forbidden; Transformer Engine's kernels are told otherwise."""
+        return self.positions == RELATIVE and not self._takes_rows
+
+    def _build_positions(self, args: argparse.Namespace) -> None:
         config = self.config
         rotary = None
-        if positions.kind == ROTARY:
+        if self.positions == ROTARY:
             rotary = RotaryEmbedding(
                 kv_channels=config.kv_channels,
-                rotary_percent=positions.rotary_percent,
+                rotary_percent=args.rotary_percent,
                 rotary_interleaved=config.rotary_interleaved,
-                seq_len_interpolation_factor=positions.rotary_interpolation,
-                rotary_base=positions.rotary_base,
+                seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+                rotary_base=args.rotary_base,
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
         own = self.stage_modules
-        relative = positions.kind == RELATIVE
-        encoder = positions.table(config, bidirectional=True) if relative and attends(own.encoder) else None
-        decoder = positions.table(config, bidirectional=False) if relative and attends(own.decoder) else None
+
+        def biases(modules: range, *, bidirectional: bool) -> RelativePositionEmbedding | None:
+            """[buckets, heads] of a stack that attends, whole on every tensor-parallel rank."""
+            if self.positions != RELATIVE or not attends(modules):
+                return None
+            return RelativePositionEmbedding(
+                bidirectional=bidirectional,
+                init_method=config.init_method,
+                num_attention_heads=config.num_attention_heads,
+                relative_attention_num_buckets=args.relative_attention_num_buckets,
+                relative_attention_max_distance=args.relative_attention_max_distance,
+            )
+
+        encoder = biases(own.encoder, bidirectional=True)
+        decoder = biases(own.decoder, bidirectional=False)
         if encoder is not None:
             self.encoder_relative_pos_emb = encoder
         if decoder is not None:
             self.decoder_relative_pos_emb = decoder
-        hide = self.model.biases_hide
+        hide = self._biases_hide
         self._encoder_positions = StackPositions(rotary, encoder, self.tp_group, causal=False, biases_hide=hide)
         self._decoder_positions = StackPositions(rotary, decoder, self.tp_group, causal=True, biases_hide=hide)
 
@@ -241,11 +266,7 @@ class T5Stage(LanguageModule):
             depth = self.stage_modules.decoder_depth
         if not modules:
             return None
-        model = self.model
-        hide = decoder and self.model.biases_hide
-        layer, norm = t5_layer(
-            self.config, model.attention, decoder=decoder, engine=model.transformer_engine, biases_hide=hide
-        )
+        layer, norm = t5_layer(self.config, self._attention, decoder=decoder, biases_hide=decoder and self._biases_hide)
         return T5Stack(
             self.config,
             layer=layer,
@@ -264,29 +285,43 @@ class T5Stage(LanguageModule):
         embedded: Tensor = self.embedding(input_ids=tokens, position_ids=positions)
         return embedded
 
+    def _check(self) -> None:
+        biased = self.config.transformer_impl != "local" or self._attention is not CoreAttention.MEGATRON
+        if self.positions == RELATIVE and not biased:
+            raise ConfigError(
+                "expected relative positions with an attention that adds biases, got Megatron's local one",
+                hint="use --dynapipe-attention sdpa",
+            )
+        for group in (self.pg_collection.embd, self.pg_collection.pos_embd):
+            if group is not None and group.size() > 1:
+                raise ConfigError(
+                    f"expected embedding groups of one rank, got one of {group.size()}: Megatron would reduce the"
+                    " gradients of a T5's embeddings a second time",
+                    hint="give pretrain t5_stage.embedding_ranks for words and for positions",
+                )
+
     def _mark_weights(self) -> None:
-        for weight in sharings(self.model, self.layout):
+        for weight in self._sharings:
             weight.mark(self, self.stage)
         word: Any = self.shared_embedding_or_output_weight()
         if word is not None:
             word.is_embedding_or_output_parameter = True
-            if self.pre_process and self.post_process and self.model.tied:
+            if self.pre_process and self.post_process and self.share_embeddings_and_output_weights:
                 word.zero_out_wgrad = True  # two uses on one stage: a fused gradient must not return garbage
-        if self.post_process and not self.model.tied:
+        if self.post_process and not self.share_embeddings_and_output_weights:
             head: Any = self.output_layer.weight
             head.is_embedding_or_output_parameter = True
 
 
-def sharings(model: ModelConfig, layout: PipelineLayout) -> tuple[SharedWeight, ...]:
-    """Every weight of the whole model that several virtual stages may hold."""
-    kind = model.positions.kind
+def sharings(layout: PipelineLayout, positions: str, *, tied: bool) -> tuple[SharedWeight, ...]:
+    """Every weight of a whole model that several virtual stages may hold; `positions` are one of `T5_POSITIONS`."""
     stages = list(enumerate(stage_modules(layout)))
     embedding = tuple(stage for stage, modules in stages if modules.embeds)
     words = tuple(stage for stage, modules in stages if modules.embeds or modules.ends_decoder)
-    weights = [SharedWeight(name=_WORDS, stages=words if model.tied else embedding, name_in=_name_of_words)]
-    if kind == LEARNED:
+    weights = [SharedWeight(name=_WORDS, stages=words if tied else embedding, name_in=_name_of_words)]
+    if positions == LEARNED:
         weights.append(SharedWeight(name="embedding.position_embeddings.weight", stages=embedding))
-    if kind == RELATIVE:
+    if positions == RELATIVE:
         for stack in ("encoder", "decoder"):
             attending = tuple(stage for stage, modules in stages if attends(getattr(modules, stack)))
             name = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
@@ -298,8 +333,7 @@ def share_weights(chunks: Sequence[T5Stage]) -> None:
     """Once all chunks of this rank are built, on every rank: make copies of shared weights equal, and keep them so."""
     pipeline = chunks[0].pp_group
     if pipeline.size() > 1 and not chunks[0].config.init_model_with_meta_device:
-        weights = sharings(chunks[0].model, chunks[0].layout)
-        shared = connect_copies(weights, {chunk.stage: chunk for chunk in chunks}, pipeline)
+        shared = connect_copies(chunks[0]._sharings, {chunk.stage: chunk for chunk in chunks}, pipeline)
         for chunk in chunks:
             chunk.shared_weights = shared
 
@@ -317,22 +351,6 @@ def embedding_ranks(pipeline_ranks: Sequence[int]) -> list[int]:
     So that Megatron's finalisation has no copies to look after: `shared_weights` does.
     """
     return [pipeline_ranks[0]]
-
-
-def _check(model: ModelConfig, groups: ProcessGroupCollection) -> None:
-    biased = model.transformer_engine or model.attention is not CoreAttention.MEGATRON
-    if model.positions.kind == RELATIVE and not biased:
-        raise ConfigError(
-            "expected relative positions with an attention that adds biases, got Megatron's local one",
-            hint="use --dynapipe-attention sdpa",
-        )
-    for group in (groups.embd, groups.pos_embd):
-        if group is not None and group.size() > 1:
-            raise ConfigError(
-                f"expected embedding groups of one rank, got one of {group.size()}: Megatron would reduce the gradients"
-                " of a T5's embeddings a second time",
-                hint="give pretrain t5_stage.embedding_ranks for words and for positions",
-            )
 
 
 def _given(tensor: Tensor | None) -> Tensor:

@@ -61,14 +61,12 @@ def profile(
         flags, ModelFamily(family), tensor_parallel=tensor_parallel, expert_parallel=1, vocabulary=vocabulary
     ) as setup:
         is_first = dist.get_rank() == 0
-        parts = build_parts(
-            setup.model, setup.device, tensor_parallel=tensor_parallel, adapters=adapters, recipe=recipe
-        )
+        parts = build_parts(setup, adapters=adapters, recipe=recipe)
         hurried = budget_s < HURRIED_BUDGET_S
         scope = _scope(setup, parts, modes, shared=tensor_parallel > 1, positions=most_positions, hurried=hurried)
         profiler = Profiler(scope)
         links = measure_links(setup.device)
-        sustain(setup.device, positions=most_positions, hidden=setup.model.hidden)
+        sustain(setup.device, positions=most_positions, hidden=setup.shape.hidden)
         left = max(budget_s * BUDGET_FOR_MEASURING - (time.monotonic() - started), 0.0)
         halves = division.padded_halves(scope)
         prefixes = division.prefixes(scope) if setup.packs else {}

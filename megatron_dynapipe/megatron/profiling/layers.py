@@ -4,6 +4,7 @@ A part is a few layers of a stack one after another, the embedding, or the last 
 gradients are added to `main_grad` by hooks, as Megatron's data-parallel wrapper does: every backward pays for that.
 """
 
+import argparse
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatron_dynapipe.core.costs import LAYER_KINDS
 from megatron_dynapipe.core.units import ModelFamily, Recompute, Shape, round_up
-from megatron_dynapipe.costing import PipelineLayout, model_of_layers
+from megatron_dynapipe.costing import Experts, PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.adapters import Adapters
 from megatron_dynapipe.data.segments import CutSegment, causal_mask
 from megatron_dynapipe.megatron.equip.built import built_chunks, decoder_only
@@ -29,7 +30,7 @@ from megatron_dynapipe.megatron.equip.told import Told
 from megatron_dynapipe.megatron.execution.micro_batch_context import RecomputeSwitch
 from megatron_dynapipe.megatron.execution.step_functions import takes_mask
 from megatron_dynapipe.megatron.models import specs
-from megatron_dynapipe.megatron.models.config import ModelConfig
+from megatron_dynapipe.megatron.models.config import state_dtype, transformer_config
 from megatron_dynapipe.megatron.models.eight_bits import length_multiple
 from megatron_dynapipe.megatron.models.kept_keys import clear_kept_keys
 from megatron_dynapipe.megatron.models.packed_rows import (
@@ -42,6 +43,7 @@ from megatron_dynapipe.megatron.models.t5_stage import T5Stage
 from megatron_dynapipe.megatron.profiling.adapters import check as check_adapters
 from megatron_dynapipe.megatron.profiling.adapters import put_adapters
 from megatron_dynapipe.megatron.profiling.recipe import Build, builder_of
+from megatron_dynapipe.megatron.profiling.setup import ProfileSetup
 
 Point = tuple[int, ...]
 """(size, length), or (size, input length, target length) for a decoder layer that attends to an encoder."""
@@ -117,34 +119,32 @@ class MeasuredModule:
 
 
 def build_parts(
-    model: ModelConfig,
-    device: torch.device,
+    setup: ProfileSetup,
     *,
     chained: int | None = None,
-    tensor_parallel: int = 1,
     adapters: Adapters | None = None,
     recipe: Path | None = None,
 ) -> Mapping[str, MeasuredModule]:
-    """The parts of a model by name, in training mode on `device`.
+    """The parts of a model by name, in training mode on its device.
 
     `chained` layers are measured together; None takes `CHAINED_ON_CUDA` there, and one on a CPU, where no time passes
     before an operation. With `adapters`, all other weights are frozen. A `recipe` gives its own layers: as many as
     alternate, times a whole number.
     """
     if chained is None:
-        chained = CHAINED_ON_CUDA if device.type == "cuda" else 1
+        chained = CHAINED_ON_CUDA if setup.device.type == "cuda" else 1
     if adapters is not None:
-        check_adapters(model.family)
-    make = _Inputs(model, device, tensor_parallel)
+        check_adapters(setup.family)
+    make = _Inputs(setup)
     alternating = 1
-    if model.family is ModelFamily.T5:
-        build = partial(_t5_parts, model, make)
+    if setup.family is ModelFamily.T5:
+        build = partial(_t5_parts, setup.args, make)
     elif recipe is not None:
-        layers, alternating = builder_of(recipe, tensor_parallel=tensor_parallel)
-        build = partial(_gpt_parts, model, make, layers)
+        layers, alternating = builder_of(recipe, tensor_parallel=setup.args.tensor_model_parallel_size)
+        build = partial(_gpt_parts, setup.shape.experts, make, layers)
         chained = round_up(chained, alternating)
     else:
-        build = partial(_gpt_parts, model, make, _builder_of(model))
+        build = partial(_gpt_parts, setup.shape.experts, make, _builder_of(setup.args))
     parts = {part.name: part for part in build(chained)}
     if chained > alternating:
         single = {part.name: part for part in build(alternating)}
@@ -152,8 +152,8 @@ def build_parts(
     for part in (part for chain in parts.values() for part in chain.from_most_layers):
         if adapters is not None:
             put_adapters(part.module, adapters, layers=part.name in LAYER_KINDS)
-        part.module.to(device=device, dtype=model.dtype).train()
-        accumulate_gradients(part.module, model.gradient_dtype)
+        part.module.to(device=setup.device, dtype=setup.dtype).train()
+        accumulate_gradients(part.module, torch.float32 if setup.args.accumulate_allreduce_grads_in_fp32 else None)
     return parts
 
 
@@ -201,13 +201,13 @@ def accumulate_gradients(module: torch.nn.Module, dtype: torch.dtype | None = No
             parameter.register_post_accumulate_grad_hook(accumulate)
 
 
-def _t5_parts(model: ModelConfig, make: "_Inputs", chained: int) -> list[MeasuredModule]:
+def _t5_parts(args: argparse.Namespace, make: "_Inputs", chained: int) -> list[MeasuredModule]:
     """Stages of a T5: inner ones of three and three, with `chained` layers and nothing else, and the whole of 1 + 1."""
-    config = model.transformer_config()
+    config = transformer_config(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     inner = PipelineLayout.equal(model_of_layers(ModelFamily.T5, 3 * chained, 3 * chained), 6)
     whole = PipelineLayout.equal(model_of_layers(ModelFamily.T5, 1, 1), 1)
-    build = partial(T5Stage, config, model=model, pg_collection=groups)
+    build = partial(T5Stage, config, args=args, pg_collection=groups)
     encoder = build(layout=inner, stage=1)
     decoder = build(layout=inner, stage=4)
     for stage in (encoder, decoder):
@@ -258,10 +258,10 @@ def _t5_parts(model: ModelConfig, make: "_Inputs", chained: int) -> list[Measure
     ]
 
 
-def _builder_of(model: ModelConfig) -> Build:
+def _builder_of(args: argparse.Namespace) -> Build:
     """What builds layers as entry scripts do."""
-    config = model.transformer_config()
-    config.moe_router_force_load_balancing = model.experts is not None  # as costs have it
+    config = transformer_config(args)
+    config.moe_router_force_load_balancing = config.num_moe_experts is not None  # as costs have it
 
     def build(layers: int, *, ends: bool = False, experts: bool = True) -> GPTModel:
         changed = copy.copy(config)  # each has its own switches of recomputation
@@ -269,20 +269,20 @@ def _builder_of(model: ModelConfig) -> Build:
         changed.moe_layer_freq = 1
         if not experts:
             changed.num_moe_experts = None
-        built: GPTModel = built_chunks(decoder_only(model, config=changed), ends)[0]
+        built: GPTModel = built_chunks(decoder_only(args, config=changed), ends)[0]
         return built
 
     return build
 
 
-def _gpt_parts(model: ModelConfig, make: "_Inputs", build: Build, chained: int) -> list[MeasuredModule]:
+def _gpt_parts(experts: Experts | None, make: "_Inputs", build: Build, chained: int) -> list[MeasuredModule]:
     """A GPT of `chained` layers of each kind without its ends, and its ends with a layer that is not run."""
     ends: Any = build(1, ends=True)
     chains = {}
-    if model.experts is None or model.experts.layers:
+    if experts is None or experts.layers:
         chains["encoder"] = build(chained, experts=False)
-    if model.experts is not None:
-        chains["expert" if model.experts.layers else "encoder"] = build(chained)
+    if experts is not None:
+        chains["expert" if experts.layers else "encoder"] = build(chained)
     return [
         *(_gpt_layers(kind, layers, chained, make) for kind, layers in chains.items()),
         MeasuredModule(name="postprocess", module=_Head(ends), prepare=_head(ends, make), embedding=ends.embedding),
@@ -367,12 +367,12 @@ class _Head(torch.nn.Module):
 class _Inputs:
     """Random inputs of the shapes that layers take."""
 
-    def __init__(self, model: ModelConfig, device: torch.device, tensor_parallel: int) -> None:
-        self._model = model
-        self._device = device
-        self._ways = tensor_parallel if model.sequence_parallel else 1
-        self._engine = model.engine_attention
-        self._multiple = length_multiple(model.arguments)
+    def __init__(self, setup: ProfileSetup) -> None:
+        self._setup = setup
+        self._device = setup.device
+        self._dtype = state_dtype(transformer_config(setup.args))
+        self._engine = specs.engine_attention(setup.args)
+        self._multiple = length_multiple(setup.args)
 
     def padded_up(self, length: int) -> int:
         """The length of a micro-batch of so many positions."""
@@ -380,12 +380,12 @@ class _Inputs:
 
     def state(self, length: int, size: int) -> Tensor:
         """[length, size, hidden] that a gradient is wanted of; this rank's part under sequence parallelism."""
-        shape = (length // self._ways, size, self._model.hidden)
-        return torch.randn(shape, dtype=self._model.state_dtype, device=self._device).requires_grad_()
+        shape = (length // self._setup.shards, size, self._setup.shape.hidden)
+        return torch.randn(shape, dtype=self._dtype, device=self._device).requires_grad_()
 
     def tokens(self, size: int, length: int) -> Tensor:
         """[size, length] of the vocabulary."""
-        return torch.randint(self._model.vocabulary, (size, length), device=self._device)
+        return torch.randint(self._setup.args.padded_vocab_size, (size, length), device=self._device)
 
     def row(self, lengths: Lengths, cuts: Mapping[int, CutSegment] | None = None) -> DeviceSegments:
         """`DeviceSegments.of` these lengths."""

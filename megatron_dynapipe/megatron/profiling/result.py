@@ -21,6 +21,7 @@ from megatron_dynapipe.costing.document import FORMAT, UNITS
 from megatron_dynapipe.costing.format import PACKED_FORMAT, CostFile, PackedEntry, PackedPart, Points, key_of, noise
 from megatron_dynapipe.costing.tabulate import LONGEST_ROW, fitted_entry
 from megatron_dynapipe.megatron.flags.machine import processor
+from megatron_dynapipe.megatron.models.specs import core_attention, engine_attention
 from megatron_dynapipe.megatron.profiling.division import HalvesByMode, Prefix
 from megatron_dynapipe.megatron.profiling.layers import MeasuredModule
 from megatron_dynapipe.megatron.profiling.packed import Tables as PackedTables
@@ -63,7 +64,7 @@ def cost_file(
     """
     parameters: dict[str, int] = {name: parts[name].parameters for name in LAYER_KINDS if name in parts}
     parameters["embedding"] = parts["postprocess"].embedding_parameters
-    if setup.model.experts is not None:
+    if setup.shape.experts is not None:
         parameters["experts"] = parts.get("expert", parts["encoder"]).expert_parameters
     state = {name: count * _STATE_BYTES / BYTES_PER_MB for name, count in parameters.items()}
     trained = {} if adapters is None else _trained_mb(parts)
@@ -71,7 +72,7 @@ def cost_file(
     for mode in modes:
         entry = fitted_entry(
             _points(measurements, mode, setup, parts),
-            tensor_parallel=setup.tensor_parallel,
+            tensor_parallel=setup.args.tensor_model_parallel_size,
             recompute=mode,
             model_state_mb=state,
             within=within,
@@ -80,12 +81,12 @@ def cost_file(
         rows = None
         if packed:
             rows = _packed_entry(packed[mode], prefixes.get(mode), _divisions(halves_of_rows, mode), setup)
-        entries[key_of(setup.tensor_parallel, mode)] = msgspec.structs.replace(
+        entries[key_of(setup.args.tensor_model_parallel_size, mode)] = msgspec.structs.replace(
             entry, trained_state_mb=trained, packed=rows, division=_divisions(halves, mode)
         )
     file = CostFile(
         format=PACKED_FORMAT if packed else FORMAT,
-        name=f"{setup.family}_h{setup.model.hidden}_{provenance['device']}".replace(" ", "-"),
+        name=f"{setup.family}_h{setup.shape.hidden}_{provenance['device']}".replace(" ", "-"),
         source="measured by `megatron-dynapipe profile`",
         device=str(provenance["device"]),
         units=UNITS,
@@ -130,19 +131,19 @@ def verdict(file: CostFile, path: Path) -> str:
 
 def describe(setup: ProfileSetup) -> Provenance:
     """Machine and versions of the measurement; the same on all ranks."""
-    model = setup.model
+    args = setup.args
     cuda = setup.device.type == "cuda"
     device = torch.cuda.get_device_name(setup.device) if cuda else processor()
-    attention = setup.args.attention_backend.name if model.engine_attention else model.attention.value
+    attention = args.attention_backend.name if engine_attention(args) else core_attention(args).value
     return {
         "device": device,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(setup.dtype).removeprefix("torch."),
         "attention": attention,
-        "transformer_impl": model.transformer_impl,
+        "transformer_impl": args.transformer_impl,
         "ranks": torch.distributed.get_world_size(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        **({"transformer-engine": _engine_version()} if model.transformer_engine else {}),
+        **({"transformer-engine": _engine_version()} if args.transformer_impl != "local" else {}),
         "megatron-core": found_version(),
         "megatron-dynapipe": __version__,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -154,17 +155,12 @@ def _engine_version() -> str:
 
 
 def _model(setup: ProfileSetup, adapters: Adapters | None) -> dict[str, Any]:
-    model = setup.model
-    parts = {"experts": model.experts, "adapters": adapters, "eight_bits": bool(setup.args.fp8) or None}
+    shape = setup.shape
+    parts = {"experts": shape.experts, "adapters": adapters, "eight_bits": shape.eight_bits or None}
     return {name: msgspec.to_builtins(part) for name, part in parts.items() if part is not None} | {
-        "type": model.family.value,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_channels": model.kv_channels,
-        "ffn": model.ffn,
-        "vocabulary": model.vocabulary,
-        "sequence_parallel": model.sequence_parallel,
-        "dropout": model.dropout,
+        "type": shape.family.value,
+        **{name: getattr(shape, name) for name in ("hidden", "heads", "kv_channels", "ffn", "vocabulary", "dropout")},
+        "sequence_parallel": setup.args.sequence_parallel,
     }
 
 
@@ -213,9 +209,7 @@ def _packed_entry(
 
 
 def _position_mb(setup: ProfileSetup) -> float:
-    model = setup.model
-    shards = setup.tensor_parallel if model.sequence_parallel else 1
-    return float(model.hidden * model.dtype.itemsize / shards / BYTES_PER_MB)
+    return float(setup.shape.hidden * setup.dtype.itemsize / setup.shards / BYTES_PER_MB)
 
 
 def _infeasible(measurements: Measurements, mode: Recompute) -> dict[str, list[tuple[int, ...]]]:

@@ -19,15 +19,14 @@ from megatron_dynapipe import cpu
 from megatron_dynapipe.config import without_flags
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Shape
-from megatron_dynapipe.costing import PipelineLayout
+from megatron_dynapipe.costing import ModelShape, PipelineLayout
 from megatron_dynapipe.costing.pattern import without_stages
 from megatron_dynapipe.data.meta import read_meta
-from megatron_dynapipe.megatron.flags import checks, command_line, fork, from_megatron, layer_split, machine
+from megatron_dynapipe.megatron.flags import checks, command_line, fork, layer_split, machine
 from megatron_dynapipe.megatron.flags.batch_layout import batch_layouts
 from megatron_dynapipe.megatron.hooks import fused_kernels
 from megatron_dynapipe.megatron.hooks.originals import Originals
 from megatron_dynapipe.megatron.hooks.vocabulary import pad_vocabulary
-from megatron_dynapipe.megatron.models.config import ModelConfig
 from megatron_dynapipe.megatron.models.t5_stage import embedding_ranks
 
 _OTHER_LAYOUTS = (
@@ -46,26 +45,36 @@ class ProfileSetup:
 
     Attributes:
         args: Megatron's namespace of the run, on this many pipeline stages; for Megatron alone.
-        model: whose layers are measured.
+        shape: sizes of the model whose layers are measured.
         layout: the layout of a T5's layers over the stages; None for a GPT.
         within: the micro-batches that the run's own flags allow.
         packs: whether micro-batches may be packed rows.
         device: this rank's.
-        tensor_parallel: ranks that share a layer.
     """
 
     args: argparse.Namespace
-    model: ModelConfig
+    shape: ModelShape
     layout: PipelineLayout | None
     within: Shape
     packs: bool
     device: torch.device
-    tensor_parallel: int
 
     @property
     def family(self) -> ModelFamily:
         """Kind of model."""
-        return self.model.family
+        return self.shape.family
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        dtype: torch.dtype = self.args.params_dtype
+        return dtype
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the states between layers are sharded."""
+        ranks: int = self.args.tensor_model_parallel_size
+        return ranks if self.args.sequence_parallel else 1
 
 
 @contextlib.contextmanager
@@ -107,7 +116,6 @@ def prepared(
     originals = Originals()
     try:
         groups: dict[str, Any] = {name: getattr(args, name) for name in _GROUP_SIZES}
-        model = from_megatron.model_config(args, family)
         t5_layout = None
         if family is ModelFamily.T5:
             t5_layout = layer_split.t5_layout(args)
@@ -117,12 +125,11 @@ def prepared(
         fused_kernels.install(originals)  # layers as training has them
         yield ProfileSetup(
             args=args,
-            model=model,
+            shape=ModelShape.of_megatron(vars(args), family, on_cpu=device.type == "cpu"),
             layout=t5_layout,
             within=Shape(args.global_batch_size, args.seq_length, args.decoder_seq_length if t5_layout else 0),
             packs=BatchLayout.PACKED in batch_layouts(args, on_cpu=device.type == "cpu")[0],
             device=device,
-            tensor_parallel=tensor_parallel,
         )
     finally:
         originals.revert()

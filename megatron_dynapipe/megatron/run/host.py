@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from megatron_dynapipe.core.plan import Event
 from megatron_dynapipe.data.collate import RequiredFields
+from megatron_dynapipe.data.identity import FileDigests
 from megatron_dynapipe.data.iterator import PlannedIteration
 from megatron_dynapipe.megatron.execution.megatron_stage import ForwardStep
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch, batch_maker, required_fields
-from megatron_dynapipe.megatron.supply.config import SupplyConfig
+from megatron_dynapipe.megatron.flags.run_config import Sources
 from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.settings import PlanInputs
@@ -27,6 +28,7 @@ class Host(Protocol):
 
     Attributes:
         sources: where plans and samples come from.
+        files: digests of the dataset's files.
         device: this rank's.
         dtype: the type of the states that cross stage boundaries.
         weights_dtype: the type of parameters.
@@ -38,7 +40,8 @@ class Host(Protocol):
         flops_of_label: floating-point operations that a position without a label leaves out.
     """
 
-    sources: SupplyConfig
+    sources: Sources
+    files: Mapping[str, FileDigests]
     device: torch.device
     dtype: torch.dtype
     weights_dtype: torch.dtype

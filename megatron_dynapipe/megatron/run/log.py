@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -61,7 +62,7 @@ class RunLog:
         self._inputs = inputs
         self._is_computed = isinstance(inputs.costs, AnalyticCosts)
         self._stage = "last stage" if stage == stages - 1 else "first stage" if stage == 0 else f"stage {stage + 1}"
-        names = read_meta(host.sources.data).tasks if host.names_tasks else ()
+        names = read_meta(Path(inputs.data_folder)).tasks if host.names_tasks else ()
         self._tasks: Sequence[str] = names if len(names) > 1 else ()
         self._task_losses = TaskLosses(self._tasks, is_last=stage == stages - 1)
         self._peak_flops = _peak_flops(host)
@@ -81,7 +82,7 @@ class RunLog:
                 maximum=longest,
                 first_iteration=inputs.splits[0].first_iteration,
                 computed_costs=self._is_computed,
-                samples=read_meta(host.sources.data).samples,
+                samples=read_meta(Path(inputs.data_folder)).samples,
                 evaluated={
                     split.name: split.evaluation * split.sampler.samples_per_iteration
                     for split in inputs.splits

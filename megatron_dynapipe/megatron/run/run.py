@@ -115,7 +115,7 @@ class Run:
             eight_bits.tell(get_model_config(models[0]))
         control = ControlGroup(timeout_s=self.timeout_s)
         inputs = host.inputs(control, models, evaluates=evaluates)
-        files = check_same_run(control, host.sources, inputs)
+        files = check_same_run(control, host.files, inputs)
         self.inputs = inputs = msgspec.structs.replace(inputs, files=drawn_by(files))
         host.opened(control, inputs)
         required = host.required(models)
@@ -161,7 +161,7 @@ class Run:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         force_all_reduce: bool = False,
-        **_shapes: Any,
+        **_shapes: object,
     ) -> list[dict[str, torch.Tensor]]:
         """Megatron's schedule function: one planned iteration. The shapes it passes are nominal; the plan's count."""
         if collect_non_loss_data:

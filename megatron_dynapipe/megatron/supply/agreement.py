@@ -2,19 +2,22 @@
 
 import functools
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 from megatron_dynapipe.core.errors import ConfigError, DataError, DynaPipeError
-from megatron_dynapipe.data.identity import check_files
+from megatron_dynapipe.data.identity import FileDigests, check_files
 from megatron_dynapipe.data.iterator import PlannedIteration, PlannedIterator
-from megatron_dynapipe.megatron.supply.config import SupplyConfig
 from megatron_dynapipe.megatron.supply.same_flags import difference
 from megatron_dynapipe.runtime.control_group import ControlGroup, StepAgreement
 from megatron_dynapipe.service.settings import PlanInputs
 
 
-def check_same_run(control: ControlGroup, settings: SupplyConfig, inputs: PlanInputs) -> dict[str, str]:
+def check_same_run(control: ControlGroup, files: Mapping[str, FileDigests], inputs: PlanInputs) -> dict[str, str]:
     """Hold every rank's settings, and every node's dataset, against the other ranks'; the digests of its files.
+
+    `files` are digests of them as its manifest had them when the run began.
 
     The first rank of each node reads the files.
 
@@ -28,19 +31,20 @@ def check_same_run(control: ControlGroup, settings: SupplyConfig, inputs: PlanIn
             f"expected the same settings on all ranks: {differences}",
             hint="start every node with the same flags, run file, cost model and version of this package",
         )
-    files = control.run_on_all(functools.partial(_dataset_files, settings, inputs))
-    if differences := difference(files, control):
+    found = control.run_on_all(functools.partial(_dataset_files, files, inputs))
+    if differences := difference(found, control):
         raise DataError(
             f"expected the same dataset on all nodes: the digest of {differences}",
-            hint=f"copy one dataset folder to {settings.data} of every node; `megatron-dynapipe data verify` checks it",
+            hint=f"copy one dataset folder to {inputs.data_folder} of every node; `megatron-dynapipe data verify`"
+            " checks it",
         )
-    return files
+    return found
 
 
-def _dataset_files(settings: SupplyConfig, inputs: PlanInputs) -> dict[str, str]:
+def _dataset_files(files: Mapping[str, FileDigests], inputs: PlanInputs) -> dict[str, str]:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return {}
-    return check_files(settings.data, [split.name for split in inputs.splits], settings.files)
+    return check_files(Path(inputs.data_folder), [split.name for split in inputs.splits], files)
 
 
 class AgreedIterator:

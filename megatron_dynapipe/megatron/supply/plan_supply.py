@@ -23,8 +23,8 @@ from megatron_dynapipe.data.iterator import PlannedIterator, pinning
 from megatron_dynapipe.data.meta import open_split, read_meta, task_ids_of
 from megatron_dynapipe.data.spans import LossOn
 from megatron_dynapipe.megatron.flags import machine
+from megatron_dynapipe.megatron.flags.run_config import Sources
 from megatron_dynapipe.megatron.supply.agreement import AgreedIterator
-from megatron_dynapipe.megatron.supply.config import SupplyConfig
 from megatron_dynapipe.megatron.supply.node import NodeGroup
 from megatron_dynapipe.outputs import warn
 from megatron_dynapipe.runtime.control_group import ControlGroup
@@ -61,7 +61,7 @@ class PlanSupply:
 
     def __init__(
         self,
-        settings: SupplyConfig,
+        sources: Sources,
         control: ControlGroup,
         inputs: PlanInputs,
         *,
@@ -71,10 +71,10 @@ class PlanSupply:
     ) -> None:
         self._device = device
         self._place = (replica, stage)
-        self._settings = settings
+        self._sources = sources
         self._control = control
         self._inputs = inputs
-        self._ahead = max(settings.ahead // 2, 1)
+        self._ahead = max(sources.ahead // 2, 1)
         self._resources = ExitStack()
         self._source: PlanSource | None = None
         self._planner: PlannerProcess | None = None
@@ -86,7 +86,7 @@ class PlanSupply:
             rows = [row.tolist() for row in self._control.gather(row)]
             self._places = [(replica, stage) for _, replica, stage in rows]
             firsts = [local == 0 for local, _, _ in rows]
-            timeout_s = self._settings.timeout_s + 10  # the first rank's own error is the better one
+            timeout_s = self._sources.timeout_s + 10  # the first rank's own error is the better one
             self._node = NodeGroup(self._control.rank, firsts, timeout_s=timeout_s)
             text = self._control.broadcast_text(self._control.run_on_all(self._start_store))
             launch = msgspec.json.decode(text, type=_Launch)
@@ -128,7 +128,7 @@ class PlanSupply:
         return self._control.run_on_all(functools.partial(self._iterator, split, required))
 
     def _iterator(self, split: SplitSettings, required: RequiredFields) -> AgreedIterator:
-        folder = Path(self._settings.data)
+        folder = Path(self._inputs.data_folder)
         tag = self._inputs.splits.index(split)
         reader = open_split(folder, split.name, split.sampler.family) if required.text else None
         meta = read_meta(folder)
@@ -143,7 +143,7 @@ class PlanSupply:
                 reader=reader,
                 special=meta,
                 batch_layouts=self._inputs.planner.micro_batch_layouts,
-                loss_on=self._settings.loss_on or LossOn(meta.loss),
+                loss_on=self._sources.loss_on or LossOn(meta.loss),
                 cutter=Cutter(split.sampler.family, split.sampler.sides, SpanTable.read(folder / split.name), tasks),
                 task_ids=tasks if by_task else None,
                 length_multiple=self._inputs.planner.length_multiple,
@@ -151,7 +151,7 @@ class PlanSupply:
             start_iteration=split.first_iteration,
             stop_iteration=None if split.iterations is None else split.first_iteration + split.iterations,
             ahead=self._ahead,
-            timeout_seconds=self._settings.timeout_s + 10,  # the fetch's own error is the better one
+            timeout_seconds=self._sources.timeout_s + 10,  # the fetch's own error is the better one
             prepare=pinning(self._device),
         )
         self._resources.callback(self._end, planned, tag)
@@ -189,13 +189,13 @@ class PlanSupply:
         """On rank 0, start the store or find it; the launch, encoded."""
         if self._control.rank != 0:
             return ""
-        address = self._settings.store
+        address = self._sources.store
         retention_s: int | None = RETENTION_S
         if address is None:
             retention_s = None  # the job's own server ends with it
-            log = self._settings.report_folder / "store.log"
+            log = self._sources.report_folder / "store.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            address = self._resources.enter_context(StoreServer(bind=self._settings.store_bind, log_path=log)).address
+            address = self._resources.enter_context(StoreServer(bind=self._sources.store_bind, log_path=log)).address
         launch: _Launch = (address, new_job_name(), retention_s)
         return msgspec.json.encode(launch).decode()
 
@@ -203,7 +203,7 @@ class PlanSupply:
         """On the first rank of each node: connect, and start the node's planner."""
         if not self._node.is_first:
             return
-        run, (address, job, retention_s) = self._settings, launch
+        run, (address, job, retention_s) = self._sources, launch
         self._keys = keys = PlanKeys(job=job, settings_digest=self._inputs.digest())
         reply_timeout_s = min(REPLY_TIMEOUT_S, run.timeout_s / 2)
         store = open_store(address, retention_s=retention_s, reply_timeout_s=reply_timeout_s)

@@ -7,7 +7,7 @@ Megatron's arguments and ours, those at their defaults, too. What Megatron makes
 import argparse
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ def difference(fields: Mapping[str, str], ranks: Ranks) -> str:
     if not ranks.broadcast_text("differ" if len(digests - {b""}) > 1 else ""):
         return ""
     rows = [json.loads(row) for row in ranks.collect(text)]
-    return ranks.broadcast_text(", ".join(_limited([*_differences(rows)])))
+    return ranks.broadcast_text(named(_differences(rows), _MOST_NAMED))
 
 
 def _differences(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -124,6 +124,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" if len(ranks) <= 3 else f"{len(ranks)} ranks ({shown}, …)"
 
 
-def _limited(texts: Sequence[str]) -> list[str]:
-    more = [f"and {len(texts) - _MOST_NAMED} more"] if len(texts) > _MOST_NAMED else []
-    return [*texts[:_MOST_NAMED], *more]
+def named(texts: Iterable[str], most: int = 8) -> str:
+    """The first of many, and how many more there are."""
+    first = list(texts)
+    more = [f"and {len(first) - most} more"] if len(first) > most else []
+    return ", ".join([*first[:most], *more])

@@ -51,7 +51,7 @@ class ProbedRun(ScriptRun):
             self._record_first(_Probe(self, models, forward_step_func, item))
             data_iterator = iter((item,))
         for chunk in models:
-            chunk.train(not self.host.config.model.dropout)
+            chunk.train(not self.host.config.shape.dropout)
         return super().forward_backward(
             forward_step_func=forward_step_func, data_iterator=data_iterator, model=model, **keywords
         )
@@ -65,7 +65,7 @@ class ProbedRun(ScriptRun):
         bare = [msgspec.structs.replace(mb, recompute=(Recompute.NONE,) * len(mb.recompute)) for mb in plan]
         record.recomputed = _most(gradients, probe.run(bare)[0])
         for model in probe.models:
-            model.train(not self.host.config.model.dropout)
+            model.train(not self.host.config.shape.dropout)
         record.parts[GRADIENTS], states = probe.run(plan, record)
         for parity in (0, 1):
             probe.compare(states, probe.run(plan, parity=parity)[1], parity, record)

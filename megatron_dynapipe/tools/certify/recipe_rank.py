@@ -12,8 +12,9 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext
@@ -36,6 +37,9 @@ from megatron_dynapipe.tools.certify.parameters import frozen_of, gradients_of, 
 from megatron_dynapipe.tools.certify.recipe import BEGIN, FP32, PLANNED, REFERENCE
 from megatron_dynapipe.tools.certify.records import GRADIENTS, Part, RankRecord
 from megatron_dynapipe.tools.certify.single_rows import Row, single_rows
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
 
 _ALONE: dict[str, Any] = {
     **ON_ONE_STAGE,
@@ -69,10 +73,10 @@ class Certified:
         self._routers: Sequence[RouterTerms] = []
 
     @contextlib.contextmanager
-    def planning(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
+    def planning(self, config: "ConfigContainer", run: PlannedRecipe) -> Iterator[None]:
         """Takes the place of `entry.planning`: the block of the recipe's script; the process ends with it."""
         self._settle(config)
-        run.host.report_folder = self.folder / "report"
+        run.host.sources = replace(run.host.sources, report_folder=self.folder / "report")
         originals = Originals()
         originals.install([relied_on.step_recorder(self._before_step, self._after_step)])
         try:
@@ -87,7 +91,7 @@ class Certified:
         raise SystemExit(0)
 
     @contextlib.contextmanager
-    def _alone(self, config: Any, run: PlannedRecipe) -> Iterator[None]:
+    def _alone(self, config: "ConfigContainer", run: PlannedRecipe) -> Iterator[None]:
         """Bridge's own schedule over single samples; rank 0 of one."""
         model = of_model(config)
         for name, value in _ALONE.items():
@@ -113,7 +117,7 @@ class Certified:
         finally:
             originals.revert()
 
-    def _settle(self, config: Any) -> None:
+    def _settle(self, config: "ConfigContainer") -> None:
         """What is the certificate's own: rates, iterations, checkpoints, and in fp32 the precision."""
         model = of_model(config)
         checkpoint = config.checkpoint
@@ -143,7 +147,7 @@ class Certified:
         for name in ("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project"):
             setattr(config.logger, name, None)
 
-    def _settle_rates(self, config: Any) -> None:
+    def _settle_rates(self, config: "ConfigContainer") -> None:
         """Rates whose steps show in fp32, the same in every iteration, as for the flags of an entry script."""
         optimizer = config.optimizer
         rates = RATES.get(optimizer.optimizer, RATES["adam"])

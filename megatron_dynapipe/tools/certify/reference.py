@@ -75,7 +75,7 @@ class ReferenceRun(ScriptRun):
         config = self.host.config
         split = config.inputs.splits[0]
         self.record.notes = [*long_samples(split_sampler(config.data, split), config.data, split)]
-        if config.checkpoints.args.pretrained_checkpoint is None:
+        if config.args.pretrained_checkpoint is None:
             (self.folder / "weights").mkdir()
             checkpoint.save(self._modules[0], self.folder / "weights")
         return iter(range(1_000_000)), None, None
@@ -83,11 +83,11 @@ class ReferenceRun(ScriptRun):
     datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron: call it on every tensor-parallel rank
 
     @override
-    def forward_backward(self, *, model: Any, data_iterator: Any, **_: Any) -> list[dict[str, Tensor]]:
+    def forward_backward(self, *, model: Any, data_iterator: Any, **_: object) -> list[dict[str, Tensor]]:
         """One iteration, in place of Megatron's schedule; gradients are finished as Megatron finishes them."""
         models = model if isinstance(model, list) else [model]
         parts = self.record.parts
-        models[0].train(not self.host.config.model.dropout)
+        models[0].train(not self.host.config.shape.dropout)
         batch = self._samples_of(next(data_iterator))
         self.samples = len(batch)
         is_first = not parts
@@ -107,7 +107,7 @@ class ReferenceRun(ScriptRun):
         split = run.inputs.splits[0]
         meta = read_meta(run.data)
         reader = open_split(run.data, split.name, run.family)
-        loss_on = run.loss_on or LossOn(meta.loss)
+        loss_on = run.sources.loss_on or LossOn(meta.loss)
         sampler = split_sampler(run.data, split)
         batch = sampler.batch(iteration)
         samples: list[Sample] = []

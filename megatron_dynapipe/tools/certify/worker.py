@@ -33,7 +33,7 @@ def train(role: str, family: str, folder: Path) -> None:
     train_all = training.train
 
     @functools.wraps(log)
-    def recorded(*values: Any, **named: Any) -> Any:
+    def recorded(*values: object, **named: object) -> Any:
         logged = inspect.signature(log).bind(*values, **named).arguments
         if LOSS_NAME in logged["loss_dict"]:
             record.losses.append(float(logged["loss_dict"][LOSS_NAME]))
@@ -42,7 +42,7 @@ def train(role: str, family: str, folder: Path) -> None:
         return log(*values, **named)
 
     @functools.wraps(train_all)
-    def with_steps(step: Any, models: Any, optimizer: Any, *values: Any, **named: Any) -> Any:
+    def with_steps(step: Any, models: Any, optimizer: Any, *values: object, **named: object) -> Any:
         if get_args().bf16 or get_args().fp16:  # steps are compared in fp32
             return train_all(step, models, optimizer, *values, **named)
         before = weights_of(models)

@@ -53,8 +53,8 @@ def _as_arguments(name: str, value: str | int | float | bool) -> list[str]:
 
 
 def _build(setup: ProfileSetup) -> nn.Module:
-    model: nn.Module = built_stages(setup.model, setup.layout)[0]
-    return model.to(setup.model.dtype)
+    model: nn.Module = built_stages(setup.args, setup.family, setup.layout)[0]
+    return model.to(setup.dtype)
 
 
 def save(model: nn.Module, folder: Path) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import round_up
 from megatron_dynapipe.costing.hugging_face import CONVERTED, OF_EXPERTS, T5_LIKE, Flags, megatron_flags
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 UNTIED = "untie-embeddings-and-output-weights"
 _ROWS_MULTIPLE = 128
@@ -63,7 +66,7 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def flags(config: Any, rows: int | None = None) -> Flags:
+def flags(config: "PreTrainedConfig", rows: int | None = None) -> Flags:
     """The model's flags, as a run file has them; training's own are left to the user.
 
     `padded-vocab-size`, the rows of the embedding and the head, is the whole vocabulary, in a number that up to 128
@@ -84,14 +87,14 @@ def flags(config: Any, rows: int | None = None) -> Flags:
     return described | dict.fromkeys(kernels, True)
 
 
-def _gpt2(config: Any) -> Flags:
+def _gpt2(config: "PreTrainedConfig") -> Flags:
     _expect(config, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
     _expect(config, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
     numbers = {"dynapipe-activation": "gelu_tanh", "norm-epsilon": config.layer_norm_epsilon}
     return numbers | {"seq-length": config.n_positions}
 
 
-def _llama(config: Any) -> Flags:
+def _llama(config: "PreTrainedConfig") -> Flags:
     projections = (False, None, config.model_type == "qwen2")  # whose biases are there whatever it says
     _expect(config, hidden_act=("silu",))
     _expect(config, hint=_BIASES, attention_bias=projections, mlp_bias=(False, None))
@@ -137,7 +140,7 @@ def _yarn(rotations: Mapping[str, Any]) -> Flags:
     return {name: value for name, value in scaling.items() if value is not False}
 
 
-def _t5(config: Any) -> Flags:
+def _t5(config: "PreTrainedConfig") -> Flags:
     if config.feed_forward_proj not in ("gated-gelu", "gated-silu") or getattr(config, "scale_decoder_outputs", False):
         raise ConfigError(
             "expected a T5 of version 1.1: gated feed-forward layers, and a head of its own, got "
@@ -154,7 +157,7 @@ def _t5(config: Any) -> Flags:
     }
 
 
-def _expect(config: Any, *, hint: str | None = None, **allowed: tuple[object, ...]) -> None:
+def _expect(config: "PreTrainedConfig", *, hint: str | None = None, **allowed: tuple[object, ...]) -> None:
     for name, values in allowed.items():
         value = getattr(config, name, values[0])
         if value not in values:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -13,14 +13,17 @@ from megatron_dynapipe.core.errors import ConfigError
 from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.costing.hugging_face import OF_EXPERTS
 from megatron_dynapipe.files import read_bounded
-from megatron_dynapipe.megatron.entry.resume_record import named
+from megatron_dynapipe.megatron.supply.same_flags import named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types by their names in files of safetensors."""
 
 
-def their_model(config: Any, source: Path) -> Any:
+def their_model(config: "PreTrainedConfig", source: Path) -> Any:
     """HuggingFace's model with its weights, from safetensors files alone: other files run code when they are read."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -63,7 +66,7 @@ def _check_index(index: Path) -> None:
         )
 
 
-def _check_layers(config: Any, source: Path) -> None:
+def _check_layers(config: "PreTrainedConfig", source: Path) -> None:
     """Refuse files with fewer tensors than the model has layers, before it is built."""
     from safetensors import SafetensorError, safe_open
 

@@ -104,7 +104,7 @@ def thinned(xs: Sequence[int], ys: Sequence[float]) -> tuple[list[int], list[flo
     return list(xs[::stride]), means
 
 
-def _line(name: str, xs: Sequence[int], ys: Sequence[float], **more: Any) -> dict[str, Any]:
+def _line(name: str, xs: Sequence[int], ys: Sequence[float], **more: object) -> dict[str, Any]:
     x, y = thinned(xs, ys)
     mode = "lines+markers" if len(x) <= 60 else "lines"
     return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, **more}

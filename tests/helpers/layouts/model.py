@@ -21,12 +21,11 @@ from megatron_dynapipe.megatron.equip.built import built_chunks, gpt_layers, hyb
 from megatron_dynapipe.megatron.equip.halves import OverlappingLayout, drop_halves
 from megatron_dynapipe.megatron.hooks import fused_kernels
 from megatron_dynapipe.megatron.hooks.originals import Originals
-from megatron_dynapipe.megatron.models.positions import Positions
 from megatron_dynapipe.megatron.models.specs import CoreAttention
 from megatron_dynapipe.megatron.models.t5_stage import T5Stage, embedding_ranks, share_weights
 from megatron_dynapipe.tools.certify.parameters import entries
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
-from tests.helpers.t5_models import t5_layout, t5_model
+from tests.helpers.t5_models import t5_args, t5_layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,16 +85,17 @@ def build(layout: Layout, split: PipelineLayout | None) -> list[torch.nn.Module]
     if split is None:
         chunks = built_chunks(decoder_only(layout, model_config))
     else:
-        model = t5_model(
-            vocabulary=VOCABULARY,
-            max_positions=MAX_LENGTH,
-            positions=Positions(kind=layout.positions, relative_buckets=8),
-            attention=CoreAttention(layout.attention),
-            tied=layout.tied,
+        args = t5_args(
+            padded_vocab_size=VOCABULARY,
+            max_position_embeddings=MAX_LENGTH,
+            position_embedding_type=layout.positions,
+            relative_attention_num_buckets=8,
+            dynapipe_attention=layout.attention,
+            untie_embeddings_and_output_weights=not layout.tied,
             transformer_impl=model_config.transformer_impl,
         )
         chunks = [
-            T5Stage(model_config, layout=split, stage=chunk * layout.stages + stage, model=model)
+            T5Stage(model_config, layout=split, stage=chunk * layout.stages + stage, args=args)
             for chunk in range(layout.chunks)
         ]
     for chunk in chunks:

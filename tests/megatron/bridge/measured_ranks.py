@@ -49,7 +49,7 @@ def built(*, rank: int, world_size: int, folder: str, family: str) -> dict[str, 
     work = {"encoder": LayerWork(shape=shape.dense), "expert": LayerWork(shape=shape)}
     found = {}
     with prepared(words_of(measured_flags(load_yaml(path))), file.model) as setup:
-        parts = build_parts(setup.model, setup.device, chained=1, recipe=path)
+        parts = build_parts(setup, chained=1, recipe=path)
         for kind in ("encoder", "expert"):
             if kind in parts:
                 computed = work[kind].encoder(np.array(float(SIZE)), np.array(8.0))  # no longer than windows
@@ -69,7 +69,7 @@ def counted(*, rank: int, world_size: int, kind: Kind, dim: int) -> dict[str, An
     adapters = Adapters(kind=kind, dim=dim)
     result: dict[str, Any] = {"counted": [], "trained": {}, "with buffers": {}}
     with prepared(FLAGS, ModelFamily.GPT, vocabulary=512) as setup:
-        parts = build_parts(setup.model, setup.device, chained=1, adapters=adapters)
+        parts = build_parts(setup, chained=1, adapters=adapters)
         for name in ("encoder", "postprocess"):
             part = parts[name]
             forward = part.prepare((SIZE, LENGTH))

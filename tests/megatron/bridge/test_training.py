@@ -241,8 +241,8 @@ def test_a_saved_recipe_says_what_its_model_is(ran: dict[str, Any]) -> None:
     saved = read_model(folder / "saved/iter_0000003/run_config.yaml")
     began = read_model(folder / "llama/config.json")
     assert saved.is_recipe
-    assert saved.max_seq_len == LENGTH + 1
-    assert (saved.layers, saved.hidden_size) == (began.layers, began.hidden_size)
+    assert saved.lengths == (LENGTH + 1, None)
+    assert (saved.layers, saved.shape["hidden"]) == (began.layers, began.shape["hidden"])
     assert {name: saved.shape[name] for name in SIZES} == {name: began.shape[name] for name in SIZES}
 
 

@@ -19,16 +19,16 @@ from tests.helpers.random_dataset import make_dataset
 from tests.helpers.waiting import until
 
 
-def run_of(report: str = "report") -> Any:
+def run_of(report: str = "report", hidden: int = 32) -> Any:
     """As much of a run's configuration as measuring looks at."""
     from types import SimpleNamespace
 
     from megatron_dynapipe.core.units import ModelFamily, Recompute
 
     return SimpleNamespace(
-        family=ModelFamily.GPT, calibrate_s=1.0, timeout_s=30.0, on_cpu=True,
-        report_folder=Path(report),
-        model=SimpleNamespace(experts=None),
+        args=argparse.Namespace(hidden_size=hidden), family=ModelFamily.GPT, calibrate_s=1.0, on_cpu=True,
+        sources=SimpleNamespace(timeout_s=30.0, report_folder=Path(report)),
+        shape=SimpleNamespace(experts=None),
         planner=SimpleNamespace(
             tensor_parallel=1, expert_parallel=1, recompute=(Recompute.NONE, Recompute.FULL)
         ),
@@ -59,9 +59,8 @@ def measured_twice(rank: int, world_size: int, cache: str, file: bytes) -> list[
         contextlib.redirect_stderr(said),
     ):
         report = f"{cache}/report"
-        run, flags = run_of(report), ["--some", "flag"]
-        every = [argparse.Namespace(hidden_size=hidden) for hidden in (32, 32, 64)]
-        paths = [calibration.measured_costs(run, args, flags) for args in every]
+        every = [run_of(report, hidden) for hidden in (32, 32, 64)]
+        paths = [calibration.measured_costs(run, ["--some", "flag"]) for run in every]
     return [[str(path) for path in paths if path], commands, said.getvalue()]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dynapipe.cli import main
 from tests.helpers import entry_scripts
+from tests.helpers.planning_commands import model_file
 from tests.helpers.processes import run_ranks
 from tests.helpers.random_dataset import make_dataset
 
@@ -134,9 +135,10 @@ def test_a_run_goes_on_with_dynapipe_switched(optimizer, ours, on_first, start, 
 
 def test_stock_megatron_trains_the_stages_that_plan_exports(data, tmp_path, capsys):
     """A split that divides layers, for a pattern; and its best split of whole layers, for a layout."""
-    words = f"plan --data {data} --global-batch-size 16 --limit 1 --cost-model analytic --model gpt --layers 4"
-    words += " --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --vocab-size 512 --pipeline-parallel 2"
-    words += " --device-memory-mb 4000 --layer-split 2.5,1.5 --search-evaluations 0 --export megatron --json"
+    model = model_file(tmp_path, layers=4, hidden=32)
+    words = f"plan --data {data} --global-batch-size 16 --limit 1 --cost-model analytic --model-config {model}"
+    words += " --pipeline-parallel 2 --device-memory-mb 4000 --layer-split 2.5,1.5 --search-evaluations 0"
+    words += " --export megatron --json"
     assert main.main(words.split()) == 0
     flags = json.loads(capsys.readouterr().out)["export"]["flags"]
     assert run_ranks(read_by_megatron, 1, {"flags": flags}) == [([5, 3], 4)]

@@ -10,11 +10,12 @@ from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.megatron.flags import batch_layout
 from megatron_dynapipe.megatron.flags.batch_layout import (
     batch_layouts,
-    core_attention,
     describe,
     split_backward,
     undivided_because,
 )
+from megatron_dynapipe.megatron.models import specs
+from megatron_dynapipe.megatron.models.specs import core_attention
 
 PADDED, PACKED, BOTH = (BatchLayout.PADDED,), (BatchLayout.PACKED,), tuple(BatchLayout)
 
@@ -119,7 +120,7 @@ def test_packed_is_refused_where_a_part_cannot(changes: dict[str, object], reaso
 def test_the_core_attention_is_transformer_engines_where_it_is_installed(
     changes: dict[str, object], with_engine: str, without: str, installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_layout, "HAVE_TRANSFORMER_ENGINE", installed)
+    monkeypatch.setattr(specs, "HAVE_TRANSFORMER_ENGINE", installed)
     assert core_attention(args(**changes)) == (with_engine if installed else without)
 
 

@@ -1,5 +1,6 @@
 """Tiny T5s of one stage, ours and Megatron's, of the same weights and inputs."""
 
+import argparse
 from dataclasses import replace
 
 import torch
@@ -9,27 +10,31 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_dynapipe.core.units import Shape
 from megatron_dynapipe.data.segments import cross_mask, decoder_mask, encoder_mask
-from megatron_dynapipe.megatron.models.config import ModelConfig
-from megatron_dynapipe.megatron.models.positions import Positions
 from megatron_dynapipe.megatron.models.specs import CoreAttention, t5_layer
 from megatron_dynapipe.megatron.models.t5_inputs import T5StageInputs
 from megatron_dynapipe.megatron.models.t5_stage import T5Stage
 from tests.helpers.layouts.compare import relative_error
 from tests.helpers.layouts.layout import Layout
 from tests.helpers.layouts.model import config, draw_weights
-from tests.helpers.t5_models import t5_layout, t5_model
+from tests.helpers.t5_models import t5_args, t5_layout
 
 VOCABULARY, MAX_LENGTH = 512, 24
-"""Those of `t5_model`."""
+"""Those of `t5_args`."""
 SHAPES = (Shape(2, 8, 16), Shape(3, 16, 8), Shape(1, 24, 8))
 ENCODER, DECODER = (Layout(family="t5", depth=depth) for depth in (5, 6))
 """Of 2 and 3 layers a stack."""
 
 
-def options_of(positions: str, *, tied: bool = True, attention: str = "sdpa") -> ModelConfig:
+def options_of(positions: str, *, tied: bool = True, attention: str = "sdpa") -> argparse.Namespace:
     """Few buckets and a short distance, so that the samples reach all of them."""
-    made = Positions(kind=positions, rotary_percent=0.5, relative_buckets=8, relative_max_distance=12)
-    return t5_model(positions=made, tied=tied, attention=CoreAttention(attention))
+    return t5_args(
+        position_embedding_type=positions,
+        rotary_percent=0.5,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=12,
+        untie_embeddings_and_output_weights=not tied,
+        dynapipe_attention=attention,
+    )
 
 
 def batch_of(shape: Shape, seed: int) -> T5StageInputs:
@@ -55,11 +60,11 @@ def batch_of(shape: Shape, seed: int) -> T5StageInputs:
 def check_against_megatrons(positions: str, tied: bool, attention: str) -> None:
     """Our one-stage T5 and Megatron's, with the same weights, have the same logits, losses and gradients."""
     options, (encoder, decoder) = options_of(positions, tied=tied, attention=attention), map(config, (ENCODER, DECODER))
-    ours = T5Stage(encoder, model=options, layout=t5_layout(2, 3, 1), stage=0)
+    ours = T5Stage(encoder, args=options, layout=t5_layout(2, 3, 1), stage=0)
     draw_weights(ours)
     layers = {}
     for side, own in (("encoder", encoder), ("decoder", decoder)):
-        layer, norm = t5_layer(encoder, options.attention, decoder=side == "decoder")
+        layer, norm = t5_layer(encoder, CoreAttention(attention), decoder=side == "decoder")
         layers[f"transformer_{side}_layer_spec"] = TransformerBlockSubmodules([layer] * own.num_layers, layer_norm=norm)
     theirs = T5Model(
         config=decoder,

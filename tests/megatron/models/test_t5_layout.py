@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from megatron_dynapipe.core.model import BoundaryTensor, PipelineLayout, boundary_tensors
 from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import model_of_layers, stage_modules
-from megatron_dynapipe.megatron.models.positions import Positions
 from megatron_dynapipe.megatron.models.t5_stage import embedding_ranks, sharings
-from tests.helpers.t5_models import t5_layout, t5_model
+from tests.helpers.t5_models import t5_layout
 
 # encoder layers, decoder layers, split → (encoder, decoder) layers of each stage, stages with word embeddings,
 # stages with position embeddings
@@ -43,7 +42,7 @@ def whole(modules: range) -> range:
 
 def holders(layout: PipelineLayout, kind: str = "learned_absolute", *, tied: bool = True) -> list[list[int]]:
     """The stages with a copy of each shared weight."""
-    return [list(weight.stages) for weight in sharings(t5_model(positions=Positions(kind=kind), tied=tied), layout)]
+    return [list(weight.stages) for weight in sharings(layout, kind, tied=tied)]
 
 
 def test_virtual_stages_go_round_the_ranks():

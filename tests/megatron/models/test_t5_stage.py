@@ -17,8 +17,8 @@ def test_one_stage_is_megatrons_own_t5():
     for positions, tied, attention in itertools.product(*kinds):
         if (positions, attention) != ("relative", "megatron"):  # which has none
             t5.check_against_megatrons(positions, tied, attention)
-    stage = t5.T5Stage(t5.config(t5.ENCODER), model=t5.t5_model(), layout=t5.t5_layout(2, 3, 1), stage=0)
-    stage.model = t5.t5_model(transformer_impl="transformer_engine", attention=t5.CoreAttention.MEGATRON)
+    stage = t5.T5Stage(t5.config(t5.ENCODER), args=t5.t5_args(), layout=t5.t5_layout(2, 3, 1), stage=0)
+    stage._takes_rows = True  # as with Transformer Engine's attention
     message = "expected rows for the layers of Transformer Engine, got masks\nhint: give T5StageInputs its"
     with pytest.raises(ConfigError, match=message):
         stage(t5.batch_of(t5.SHAPES[0], 0))
@@ -38,4 +38,4 @@ def test_process_groups_made_for_another_model_are_refused(rank):
     config = t5.config(t5.Layout(family="t5", stages=2))
     message = r"groups of one rank, got one of 2: Megatron would reduce[\s\S]*give pretrain t5_stage.embedding_ranks"
     with pytest.raises(ConfigError, match=message):
-        t5.T5Stage(config, model=t5.t5_model(), layout=t5.t5_layout(2, 2, 2), stage=rank)
+        t5.T5Stage(config, args=t5.t5_args(), layout=t5.t5_layout(2, 2, 2), stage=rank)

@@ -20,7 +20,7 @@ def compare(rank: int, world_size: int, flags: list[str], family: str) -> dict[s
     results: dict[str, dict[str, object]] = {}
     with prepared(flags, ModelFamily(family), tensor_parallel=1, vocabulary=512) as setup:
         for chained in (1, 3):
-            parts = build_parts(setup.model, setup.device, chained=chained)
+            parts = build_parts(setup, chained=chained)
             for name, part in parts.items():
                 costs = {}
                 for mode in (Recompute.NONE, Recompute.FULL) if name in ("encoder", "decoder") else (Recompute.NONE,):

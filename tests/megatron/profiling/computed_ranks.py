@@ -14,12 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dynapipe.cli.model_config import read_model
 from megatron_dynapipe.core.units import ModelFamily, Recompute
-from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout
+from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, Network, PipelineLayout, model_of_layers
 from megatron_dynapipe.costing.analytic import layer_costs
 from megatron_dynapipe.costing.experts import with_expert_parallel
 from megatron_dynapipe.costing.state import parameter_bytes
 from megatron_dynapipe.costing.work import LayerWork
 from megatron_dynapipe.megatron.equip.built import built_stages
+from megatron_dynapipe.megatron.flags.layer_split import layers_of_stacks
 from megatron_dynapipe.megatron.profiling.layers import MeasuredModule, Point, build_parts
 from megatron_dynapipe.megatron.profiling.setup import ProfileSetup, prepared
 from megatron_dynapipe.runtime.memory import pass_memory
@@ -55,8 +56,8 @@ def _counted(family: str, flags: list[str], path: Path) -> Pairs:
             found |= {f"{name} parameters": _parameters(setup, **layout)}
         unset_global_variables()
     with prepare() as setup:
-        shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
-        parts = build_parts(setup.model, setup.device, chained=2)
+        shape = setup.shape
+        parts = build_parts(setup, chained=2)
         for kind in ("encoder", "decoder", "expert"):
             if kind in parts:
                 found |= _layer(kind, shape.dense if kind == "encoder" else shape, parts[kind])
@@ -68,10 +69,14 @@ def _counted(family: str, flags: list[str], path: Path) -> Pairs:
 def _parameters(
     setup: ProfileSetup, *, pipeline_parallel: int = 1, tensor_parallel: int = 1, expert_parallel: int = 1
 ) -> tuple[int, int]:
-    model, stage = setup.model, torch.distributed.get_rank() % pipeline_parallel
-    (built,) = built_stages(model, setup.layout)
-    layout = PipelineLayout.equal(model.stacks, pipeline_parallel)
-    shape = ModelShape.of_megatron(vars(setup.args), setup.family, on_cpu=True)
+    stage = torch.distributed.get_rank() % pipeline_parallel
+    (built,) = built_stages(setup.args, setup.family, setup.layout)
+    shape = setup.shape
+    layers = layers_of_stacks(setup.args, setup.family)
+    expert_layers = shape.experts.layers if shape.experts else ()
+    layout = PipelineLayout.equal(
+        model_of_layers(setup.family, *layers, expert_layers=expert_layers), pipeline_parallel
+    )
     costs = AnalyticCostModel(shape, CPU_RATES, max_size=1, max_length=8)
     tables = costs.tables(tensor_parallel=tensor_parallel, recompute=Recompute.NONE)
     shared = with_expert_parallel(
@@ -136,9 +141,7 @@ def _of_file(flags: list[str], path: Path) -> dict[str, Any]:
             entries[flag[2:]] = yaml.safe_load(value)
     path.write_text(yaml.safe_dump(entries))
     found = read_model(path)
-    return _without_machine(
-        ModelShape(family=found.model, hidden=found.hidden_size, vocabulary=VOCABULARY, **found.shape)
-    )
+    return _without_machine(ModelShape(family=found.model, vocabulary=VOCABULARY, **found.shape))
 
 
 def _without_machine(shape: ModelShape) -> dict[str, Any]:

@@ -26,7 +26,7 @@ OTHER = (40, 3, 24, 61, 8), (12, 30, 2, 7, 25)
 def tables(rank: int, world_size: int, flags: list[str], family: str) -> dict[str, object]:
     """Names of the tables, and for each layer and mode (predicted, measured) MB that the row `OTHER` stores."""
     with prepared(flags, ModelFamily(family), tensor_parallel=1, vocabulary=512) as setup:
-        parts = build_parts(setup.model, setup.device)
+        parts = build_parts(setup)
         scope = Scope(
             parts=parts,
             modes=list(Recompute),

@@ -34,7 +34,7 @@ def supplied(*, rank: int, world_size: int, data: str, folder: str) -> dict[str,
     dist.init_process_group("gloo")
     control, split, place = ControlGroup(timeout_s=60), run.inputs.splits[0], (rank % 2, rank // 2)
     device = torch.device("cpu")
-    with PlanSupply(run, control, run.inputs, device=device, replica=place[0], stage=place[1]) as supply:
+    with PlanSupply(run.sources, control, run.inputs, device=device, replica=place[0], stage=place[1]) as supply:
         entries = [supply._fetch(split, 0, iteration) for iteration in range(3)]
         if supply._source is not None:  # on a busy machine it may come late
             supply._store.wait_any([supply._keys.gain], timeout_s=60, what="what plans gain")
