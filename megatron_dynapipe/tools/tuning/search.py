@@ -32,7 +32,7 @@ from megatron_dynapipe.tools.tuning.space import Space, SplitMethod, Status, Tun
 Progress = Callable[[int, int, float | None], None]
 """Called with plans made, plans that may be needed at most, and the best predicted time (ms) so far."""
 
-NEAR, IMPROVED = 0.08, 2
+NEAR, IMPROVED = 0.08, 4
 """So many layouts with stages, within this share of the best, have their layers split as training would."""
 
 
