@@ -27,12 +27,14 @@ from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.core.ways import LEAST_GAIN, Candidate, Way
-from megatron_dynapipe.costing.shares import share_costs
+from megatron_dynapipe.costing.shares import latency_ns, share_costs, with_latency
 from megatron_dynapipe.ways.pieces import can_cut, problem_of
 from megatron_dynapipe.ways.teams_rule import team_sizes
 
 LONG = 0.5
 """Of a replica's part of the work: where every sample fits and has less of it, no teams are tried."""
+ROW = 4096
+"""Positions of a row that a short sample is taken to be a part of."""
 STARTED = 2
 """Choices of teams that searches start from."""
 Choice = tuple[int, int, int]
@@ -89,6 +91,7 @@ class Teams:
                 ranks=ranks,
                 element_bytes=self._settings.element_bytes,
                 network=self._settings.network,
+                tensor_parallel=self._settings.tensor_parallel,
             )
             for tables, mode in zip(problem.modes, self._settings.recompute, strict=True)
         ]
@@ -113,7 +116,10 @@ class Teams:
     ) -> Sequence[Candidate]:
         """Candidates for the samples that teams leave, with these teams next to them; none where teams do not fit."""
         size, teams = sizes
-        team = _part(shared, np.sort(long), min(teams, len(long)))
+        once_ns = int(latency_ns(size, self._settings.network, tensor_parallel=self._settings.tensor_parallel))
+        modes = zip(problem.modes, self._settings.recompute, strict=True)
+        of_rows = replace(shared.problem, modes=tuple(with_latency(tables, mode, once_ns) for tables, mode in modes))
+        team = _part(replace(shared, problem=of_rows), np.sort(long), min(teams, len(long)))
         started = team.start()
         if started is None:
             return []
@@ -173,23 +179,24 @@ def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> lis
 
 
 def _stage_times(problem: BatchProblem) -> IntArray:
-    """ns of each sample by itself on every stage, under the fastest mode; 0 where it is not covered or does not fit."""
-    every = [np.array([sample]) for sample in range(len(problem.inputs))]
+    """ns of each sample on every stage, by itself or in a row of samples like it, under the fastest mode; 0 where it is
+    not covered or does not fit."""
     packed = BatchLayout.PACKED if BatchLayout.PACKED in problem.batch_layouts else BatchLayout.PADDED
     room = problem.memory_limit_bytes - problem.model_state_bytes
-    times = np.zeros((len(every), problem.layout.stages), np.int64)
-    for mode in range(len(problem.modes)):
-        costs, covered = problem.costs_of(every, [packed] * len(every), np.full(len(every), mode))
-        fits = covered & (costs.bytes_alone <= room).all(axis=1)
-        its = costs.stage_times_ns
-        better = fits & ((times.sum(axis=1) == 0) | (its.sum(axis=1) < times.sum(axis=1)))
-        times[better] = its[better]
+    times = np.zeros((len(problem.inputs), problem.layout.stages), np.int64)
+    for copies in (np.ones_like(problem.inputs), np.maximum(ROW // np.maximum(problem.inputs, 1), 1)):
+        rows = [np.full(count, sample) for sample, count in enumerate(copies.tolist())]
+        for mode in range(len(problem.modes)):
+            costs, covered = problem.costs_of(rows, [packed] * len(rows), np.full(len(rows), mode))
+            fits = covered & (costs.bytes_alone <= room).all(axis=1)
+            its = costs.stage_times_ns // copies[:, None]
+            better = fits & ((times.sum(axis=1) == 0) | (its.sum(axis=1) < times.sum(axis=1)))
+            times[better] = its[better]
     return times
 
 
 def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
-    """Some of the samples in shares, on so many teams. Each is a chain of its own, since chains alone have extra
-    costs (`csrc/costs/packed.cpp`)."""
+    """Some of the samples in shares, on so many teams."""
     entries = _at(shared.samples, places)
     extras = shared.problem.piece_costs
     assert extras is not None, "of shares"
@@ -198,7 +205,7 @@ def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
         replicas=teams,
         enough_ns=0,
         batch_layouts=(BatchLayout.PACKED,),
-        chains=np.arange(len(places), dtype=np.int32),
+        precedents=(),
         piece_costs=np.ascontiguousarray(extras[:, places]),
     )
     longest_first = OrderedPartitions(order=by_length(entries.inputs, entries.targets))

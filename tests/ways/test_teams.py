@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.cli.show import _text
-from megatron_dynapipe.core.costs import Quantity
+from megatron_dynapipe.core.costs import CostTables, Quantity
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanError
 from megatron_dynapipe.core.native import fast_verify
 from megatron_dynapipe.core.network import Network
@@ -23,7 +23,7 @@ from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing.pieces import piece_costs
-from megatron_dynapipe.costing.shares import share_costs
+from megatron_dynapipe.costing.shares import latency_ns, share_costs, with_latency
 from megatron_dynapipe.sampling import GlobalBatch
 from megatron_dynapipe.store.codec import decode_plan, encode, encode_entries
 from megatron_dynapipe.ways.rules import verify
@@ -32,6 +32,7 @@ from tests.core.planner_cases import batch, cost_model, planner
 from tests.core.planner_cases import settings as planner_settings
 from tests.core.toy_executor import ToyPipeline
 from tests.helpers.examples import examples
+from tests.helpers.packed_costs import packed_costs
 from tests.helpers.packed_plans import relaid, teamed
 
 GPT = ModelFamily.GPT
@@ -179,6 +180,20 @@ def test_samples_that_fit_on_no_replica_fit_on_a_team() -> None:
     assert planner_with_teams(4, **given).plan(of_lengths(lengths), 0).teams[0] == 4
 
 
+def test_short_samples_share_a_teams_rows() -> None:
+    plan = planner_with_teams(2, data_parallel=2).plan(of_lengths([9000, *[100] * 30]), 0)
+    assert plan.teams == (2,) and plan.totals.samples == 31
+    assert plan.totals.micro_batches[0] < 10
+
+
+@pytest.mark.parametrize(("inter_node_gbps", "most"), [(4800.0, 4), (0.01, 2)])
+def test_a_team_spans_nodes_where_that_pays(inter_node_gbps: float, most: int) -> None:
+    nodes = Network(devices_per_node=2, inter_node_gbps=inter_node_gbps, inter_node_latency_us=10.0)
+    plan = planner_with_teams(4, network=nodes).plan(of_lengths([9000, *[100] * 4]), 0)
+    assert max(plan.teams) == most
+    verify(plan, expected_samples=range(5), fast_verify=fast_verify)
+
+
 @settings(max_examples=examples(25))
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=25), st.lists(st.integers(2000, 9000), max_size=3))
 def test_plans_with_teams_lose_no_sample_and_are_no_slower(short: list[int], long: list[int]) -> None:
@@ -213,7 +228,10 @@ def test_teams_are_chosen_by_work() -> None:
     [
         ({"context_teams": 3}, "in teams of 3: expected 2, 4, 8 … of 4 replicas"),
         ({"context_teams": 8}, "expected 2, 4, 8 … of 4 replicas"),
-        ({"context_teams": 4, "tensor_parallel": 4}, "teams of 4 × 4 devices do not fill nodes of 8"),
+        (
+            {"context_teams": 4, "tensor_parallel": 2, "network": Network(devices_per_node=12)},
+            "teams of 4 × 2 devices do not fill nodes of 12",
+        ),
         ({"micro_batch_layouts": (BatchLayout.PADDED,)}, "shares run in packed rows"),
         ({"replicas_in_step": 2}, "experts count the tokens of whole samples"),
         ({"schedule": ScheduleSettings(method="1f1b")}, "the adaptive schedule alone"),
@@ -236,7 +254,7 @@ def test_a_share_costs_what_two_pieces_of_its_chunks_do(ranks: int) -> None:
     tables = cost_model(GPT, max_length=16384).tables(tensor_parallel=1, recompute=Recompute.NONE)
     chunk, none = np.array([500]), np.zeros(1, np.int64)
     fast, slow = (Network(intra_node_gbps=rate) for rate in (1e12, 8.0))
-    price = partial(share_costs, tables, chunk=chunk, ranks=ranks, element_bytes=2)
+    price = partial(share_costs, tables, chunk=chunk, ranks=ranks, element_bytes=2, tensor_parallel=1)
     share = price(Recompute.NONE, network=fast)[0, 0]
     tiled = np.zeros(len(Quantity))
     for place in range(ranks):
@@ -254,3 +272,37 @@ def test_a_share_costs_what_two_pieces_of_its_chunks_do(ranks: int) -> None:
     assert gathered[Quantity.BACKWARD] == pytest.approx(2 * (ranks - 1) * of_member, rel=1e-6)
     again = price(Recompute.FULL, network=slow)[0, 0] - price(Recompute.FULL, network=fast)[0, 0]
     assert again[Quantity.BACKWARD] == pytest.approx(3 * (ranks - 1) * of_member, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "gbps", "latency"),
+    [(2, 1, 800, 20_000), (4, 1, 200, 60_000), (2, 2, 100, 60_000), (2, 4, 100, 60_000)],
+)
+def test_teams_gather_over_the_links_that_they_span(ranks: int, tensor_parallel: int, gbps: int, latency: int) -> None:
+    """Between nodes of two devices, over as many links as a node has members."""
+    network = Network(
+        devices_per_node=2,
+        intra_node_gbps=800,
+        inter_node_gbps=100,
+        intra_node_latency_us=10,
+        inter_node_latency_us=30,
+    )
+    tables = cost_model(GPT, max_length=16384).tables(tensor_parallel=1, recompute=Recompute.NONE)
+    price = partial(share_costs, tables, Recompute.NONE, chunk=np.array([500]), ranks=ranks, element_bytes=2)
+    free = price(network=Network(intra_node_gbps=1e12), tensor_parallel=1)[0, 0, Quantity.FORWARD]
+    found = price(network=network, tensor_parallel=tensor_parallel)[0, 0, Quantity.FORWARD] - free
+    assert found == pytest.approx((ranks - 1) * 2 * tables.key_value_channels * 1000 * 2 * 8 / gbps, rel=1e-4)
+    assert latency_ns(ranks, network, tensor_parallel=tensor_parallel) == latency
+    rows_before, rows = (packed_costs(its, *lengths_of(500, 80, 8)) for its in (tables, waiting(tables, latency)))
+    assert rows is not None and rows_before is not None
+    more = (rows - rows_before)[0]
+    assert abs(more[Quantity.FORWARD] - latency) <= 1 and abs(more[Quantity.BACKWARD] - 2 * latency) <= 1
+    assert not (rows - rows_before)[1:].any(), "attention alone gathers"
+
+
+def lengths_of(*lengths: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(lengths), np.zeros(len(lengths), np.int64)
+
+
+def waiting(tables: CostTables, once_ns: int) -> CostTables:
+    return with_latency(tables, Recompute.NONE, once_ns)

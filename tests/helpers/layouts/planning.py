@@ -6,7 +6,7 @@ import msgspec
 
 from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.choosing.planners import model_state_of, planner_of, tables_of
-from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES, Network
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.core.planner import Planner
@@ -80,6 +80,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" or layout.teams else (BatchLayout.PADDED,),
         slices=layout.slices or "off",
         context_teams=most,
+        network=Network(devices_per_node=2 if layout.teams else 8),  # of which larger teams span several
     )
     sizes = {"hidden": layout.hidden, "kv_channels": layout.hidden // HEADS, "ffn": 4 * layout.hidden}
     shape = ModelShape(family=layout.kind, heads=HEADS, vocabulary=VOCABULARY, **sizes)
