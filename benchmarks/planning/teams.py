@@ -11,6 +11,7 @@ do; released versions refuse pipelines, so that layouts of one stage alone are t
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -104,14 +105,16 @@ class Row:
 
 
 def planned(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) -> tuple[float, float, str]:
-    """Predicted ms, seconds of planning, and teams of two replicas or more; infinite where there is no plan."""
+    """Predicted ms, seconds of planning, and how many teams run of which size; infinite where there is no plan."""
     began = time.process_time()
     try:
         plan = planner_of(run, costs).plan(batch, 0)
     except PlanningError:
         return inf, time.process_time() - began, ""
-    teams = "+".join(str(size) for size in plan.teams if size > 1)
-    return plan.totals.predicted_ns / 1e6, time.process_time() - began, teams or "none"
+    seconds = time.process_time() - began
+    ranks = Counter(size for replica in plan.replicas for size in {mb.share[0] for mb in replica.micro_batches})
+    teams = " then ".join(f"{ranks[size] // size} × {size}" for size in sorted(ranks, reverse=True))
+    return plan.totals.predicted_ns / 1e6, seconds, teams
 
 
 def rival_ms(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) -> float:

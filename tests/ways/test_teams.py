@@ -18,7 +18,7 @@ from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanErro
 from megatron_dynapipe.core.native import fast_verify
 from megatron_dynapipe.core.network import Network
 from megatron_dynapipe.core.orders import ScheduleSettings
-from megatron_dynapipe.core.plan import IterationPlan
+from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
@@ -33,7 +33,7 @@ from tests.core.planner_cases import settings as planner_settings
 from tests.core.toy_executor import ToyPipeline
 from tests.helpers.examples import examples
 from tests.helpers.packed_costs import packed_costs
-from tests.helpers.packed_plans import relaid, teamed
+from tests.helpers.packed_plans import followed, relaid, teamed
 
 GPT = ModelFamily.GPT
 replace = msgspec.structs.replace
@@ -107,10 +107,46 @@ def test_members_that_differ_are_refused(change: Callable[[IterationPlan], Itera
         verify(change(plan))
 
 
+def _others_first(replica: ReplicaPlan) -> ReplicaPlan:
+    size = replica.micro_batches[0].share[0]
+    stages = []
+    for stage in replica.stages:
+        is_later = [replica.micro_batches[its.micro_batch].share[0] < size for its in stage.instructions]
+        pairs = sorted(zip(is_later, stage.instructions, strict=True), key=lambda pair: not pair[0])
+        stages.append(replace(stage, instructions=tuple(its for _, its in pairs)))
+    return replace(replica, stages=tuple(stages))
+
+
+def test_rows_of_larger_teams_come_first() -> None:
+    teams = made((4,))
+    own = relaid(planner(GPT, data_parallel=4).plan(later(20, seed=0), 3), "mixed")
+    pairs = teamed(relaid(planner(GPT, data_parallel=2).plan(later(20, seed=0), 3), "mixed"), (2, 2))
+    for after in (own, pairs):
+        plan = followed(teams, after)
+        verify(plan, fast_verify=fast_verify)
+        assert plan.teams == after.teams
+        assert "micro-batch 0: packed shape" in _text(plan, 0) and ", place 3 of 4, recompute" in _text(plan, 3)
+        with pytest.raises(
+            PlanError, match="replica 0: expected rows of larger teams first, got others on stages 0, 1"
+        ):
+            verify(replace(plan, replicas=tuple(map(_others_first, plan.replicas))))
+    uneven = followed(teams, own)
+    with pytest.raises(PlanError, match="replica 1, place 1 in a team of 4: expected the first member's micro-batches"):
+        verify(member(uneven, 1, micro_batches=own.replicas[1].micro_batches, stages=own.replicas[1].stages))
+    with pytest.raises(PlanError, match="replica 1, place 1 in a team of 4: expected the first member's micro-batches"):
+        verify(member(uneven, 0, micro_batches=own.replicas[0].micro_batches, stages=own.replicas[0].stages))
+
+
 def test_a_micro_batch_of_pieces_has_no_shares() -> None:
     whole = made((1,), layout="packed").replicas[0].micro_batches[0]
     with pytest.raises(PlanError, match="among the ranks that share whole samples, got 2 of 2"):
         replace(whole, share=(2, 2))
+
+
+def later(samples: int, *, seed: int) -> GlobalBatch:
+    """Other samples than a first part's."""
+    its: GlobalBatch = batch(GPT, samples, seed=seed)
+    return dataclasses.replace(its, sample_ids=its.sample_ids + 1000)
 
 
 @settings(max_examples=examples(60))
@@ -119,13 +155,18 @@ def test_a_micro_batch_of_pieces_has_no_shares() -> None:
     st.integers(8, 40),
     st.integers(0, 10**6),
     st.sampled_from(["padded", "packed", "mixed"]),
+    st.booleans(),
 )
 def test_plans_of_teams_pass_both_verifiers_and_run(
-    sizes: tuple[int, ...], samples: int, seed: int, layout: str
+    sizes: tuple[int, ...], samples: int, seed: int, layout: str, then: bool
 ) -> None:
     plan = made(sizes, samples=samples, seed=seed, layout=layout)
-    verify(plan, expected_samples=range(100, 100 + samples))
-    verify(plan, expected_samples=range(100, 100 + samples), fast_verify=fast_verify)
+    if then:
+        own = relaid(planner(GPT, data_parallel=sum(sizes)).plan(later(samples, seed=seed), 3), layout)
+        plan = followed(plan, own)
+    ids = [*range(100, 100 + samples), *(range(1100, 1100 + samples) if then else ())]
+    verify(plan, expected_samples=ids)
+    verify(plan, expected_samples=ids, fast_verify=fast_verify)
     for replica in plan.replicas:
         lists = [stage.instructions for stage in replica.stages]
         ToyPipeline(lists, micro_batches=len(replica.micro_batches), seed=seed).run()
@@ -133,6 +174,10 @@ def test_plans_of_teams_pass_both_verifiers_and_run(
 
 def of_lengths(lengths: list[int], *, labels: list[int] | None = None) -> GlobalBatch:
     return GlobalBatch.of_lengths(np.array(lengths) + 1, labels=labels)
+
+
+def largest_team(plan: IterationPlan) -> int:
+    return max(mb.share[0] for replica in plan.replicas for mb in replica.micro_batches)
 
 
 def planner_with_teams(most: int, **changes: object) -> Planner:
@@ -147,7 +192,7 @@ def test_a_long_sample_goes_to_a_team(stages: int, labels: bool) -> None:
     lengths = [9000, 500, 400, *[100] * 30]
     batch = of_lengths(lengths, labels=[n // 3 for n in lengths] if labels else None)
     alone, shared = (planner_with_teams(most, pipeline_parallel=stages).plan(batch, 0) for most in (1, 4))
-    assert alone.teams == (1,) * 4 and max(shared.teams) > 1
+    assert largest_team(alone) == 1 and largest_team(shared) > 1
     assert shared.totals.predicted_ns < 0.7 * alone.totals.predicted_ns
     assert shared.totals.samples == len(lengths) and shared.totals.real_tokens == alone.totals.real_tokens
     verify(shared, expected_samples=range(len(lengths)), fast_verify=fast_verify)
@@ -177,7 +222,7 @@ def test_samples_that_fit_on_no_replica_fit_on_a_team() -> None:
     given = {"memory_limit_bytes": 8 * 10**9, "slices": "off", "recompute": (Recompute.NONE,)}
     with pytest.raises(InfeasibleError):
         planner_with_teams(1, **given).plan(of_lengths(lengths), 0)
-    assert planner_with_teams(4, **given).plan(of_lengths(lengths), 0).teams[0] == 4
+    assert largest_team(planner_with_teams(4, **given).plan(of_lengths(lengths), 0)) == 4
 
 
 def test_short_samples_share_a_teams_rows() -> None:
@@ -190,7 +235,7 @@ def test_short_samples_share_a_teams_rows() -> None:
 def test_a_team_spans_nodes_where_that_pays(inter_node_gbps: float, most: int) -> None:
     nodes = Network(devices_per_node=2, inter_node_gbps=inter_node_gbps, inter_node_latency_us=10.0)
     plan = planner_with_teams(4, network=nodes).plan(of_lengths([9000, *[100] * 4]), 0)
-    assert max(plan.teams) == most
+    assert largest_team(plan) == most
     verify(plan, expected_samples=range(5), fast_verify=fast_verify)
 
 
@@ -215,11 +260,13 @@ def test_teams_are_chosen_by_work() -> None:
     alone = work((100,), (20,), (20,))
     of_two, of_four = alone // 2, alone // 4
     by_work = {1: alone, 2: of_two, 4: of_four}
-    assert choices_of(by_work, np.arange(3), 4)[0] == (4, 1, 3)
-    assert choices_of({1: alone, 2: of_two}, np.arange(3), 4)[0] == (2, 1, 1)
+    assert choices_of(by_work, np.arange(3), 4)[0] == (4, 1, 3, 0)
+    assert choices_of({1: alone, 2: of_two}, np.arange(3), 4)[0] == (2, 1, 1, 2)
+    after = {1: work((100,), (20,), (20,), (20,), (20,)), 4: work((25,), (18,), (18,), (18,), (18,))}
+    assert choices_of(after, np.arange(5), 4)[0] == (4, 1, 1, 4)
     assert choices_of({1: work((20,), (20,)), 2: work((10,), (10,))}, np.arange(2), 2) == []
     with_nowhere_else = {1: work((0,), (20,)), 2: work((50,), (10,))}
-    assert choices_of(with_nowhere_else, np.arange(2), 2) == [(2, 1, 2)]
+    assert choices_of(with_nowhere_else, np.arange(2), 2) == [(2, 1, 2, 0), (2, 1, 1, 2)]
     assert choices_of({1: work((0,), (20,)), 2: work((0,), (10,))}, np.arange(2), 2) == []
 
 
