@@ -297,7 +297,7 @@ def _joined(
 
 
 def _one_after_another(costs: ScheduleProblem, parts: Sequence[tuple[IntArray, Schedule]]) -> tuple[IntArray, Schedule]:
-    """A replica's micro-batches, all passes of the first ones before those of the second ones."""
+    """A replica's micro-batches, with all passes of the first part before any of the second one."""
     if len(parts) == 1:
         return parts[0]
     (rows, first), (more, then) = parts

@@ -5,7 +5,7 @@
     replica 1  (2, 1)                                          3 4 5   6 7 8
 
 All members have equal micro-batches and instructions of a team's rows, but for their place. Each pass is a meeting of
-all of them. On every stage passes of larger teams come before those of smaller ones, and these before a replica's own:
+all of them. On every stage larger teams' passes come before smaller ones', and a replica's own come last:
 so meetings have the same order everywhere, and nothing that differs between members comes before one.
 """
 

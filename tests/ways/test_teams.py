@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_dynapipe.choosing.planners import planner_of, planner_over
 from megatron_dynapipe.cli.show import _text
-from megatron_dynapipe.core.costs import CostTables, Quantity
+from megatron_dynapipe.core.costs import HEAD, CostTables, Quantity
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanError
 from megatron_dynapipe.core.native import fast_verify
 from megatron_dynapipe.core.network import Network
@@ -229,6 +229,20 @@ def test_short_samples_share_a_teams_rows() -> None:
     plan = planner_with_teams(2, data_parallel=2).plan(of_lengths([9000, *[100] * 30]), 0)
     assert plan.teams == (2,) and plan.totals.samples == 31
     assert plan.totals.micro_batches[0] < 10
+
+
+def test_rows_of_shares_cost_what_their_samples_do_in_addition() -> None:
+    whole = planner_with_teams(2).problem(planner_with_teams(2).samples(of_lengths([900, 100, 50])))
+    extras = np.random.default_rng(0).integers(
+        0, 10**6, (len(whole.modes), 3, len(whole.modes[0].kinds), len(Quantity))
+    )
+    shared = dataclasses.replace(whole, piece_costs=extras)
+    rows = [np.array([0, 2]), np.array([1]), np.array([0, 1, 2])]
+    packed, mode = [BatchLayout.PACKED] * 3, np.zeros(3, np.int64)
+    (before, _), (found, covered) = (problem.costs_of(rows, packed, mode) for problem in (whole, shared))
+    layers = sum(kind != HEAD for kind in whole.layout.modules) // 2
+    more = [extras[0, row, :, Quantity.FORWARD].sum(axis=0) @ [layers, layers, 1] for row in rows]
+    assert covered.all() and ((found.forward_ns - before.forward_ns)[:, 0] == more).all()
 
 
 @pytest.mark.parametrize(("inter_node_gbps", "most"), [(4800.0, 4), (0.01, 2)])
