@@ -141,7 +141,7 @@ class Teams:
         is_after = others == self._settings.data_parallel
         proposed = self._candidates(rest, left, size // 2) if is_after else self._proposed(rest, left)
         if problem.layout.stages == 1:  # on one stage pieces save memory alone, and what is left fits whole
-            proposed = [candidate for candidate in proposed if candidate.problem.chains is None]
+            proposed = [candidate for candidate in proposed if candidate.problem.chains is None] or proposed
         ends = (lambda ns: ns + started.makespan_ns) if is_after else partial(max, started.makespan_ns)
         return [_beside(candidate, join, ends) for candidate in proposed]
 

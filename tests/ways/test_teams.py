@@ -202,6 +202,14 @@ def test_a_long_sample_goes_to_a_team(stages: int, labels: bool) -> None:
         assert [mb.labels[mb.sample_ids.index(0)] for mb in first] == [3000]
 
 
+def test_pieces_of_a_given_size_come_after_a_team() -> None:
+    lengths = [9000, *[900] * 12]
+    plan = planner_with_teams(4, slices=256).plan(of_lengths(lengths), 0)
+    shares = {mb.share[0] for mb in plan.replicas[0].micro_batches}
+    assert shares == {4, 1} and plan.totals.cut_samples > 0
+    verify(plan, expected_samples=range(len(lengths)), fast_verify=fast_verify)
+
+
 def test_batches_without_long_samples_are_planned_as_without_teams() -> None:
     batch = of_lengths([100] * 50)
     alone, shared = (planner_with_teams(most).plan(batch, 0) for most in (1, 4))
