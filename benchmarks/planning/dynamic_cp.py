@@ -9,8 +9,8 @@
 Its rows are no plan: shares of a sample run on several replicas at once. So its time is predicted here, of 1F1B on
 every rank. A share of n of a sample's l positions costs what a team's member pays for it in a plan (`costing.shares`):
 what a piece of n positions does that attends to (l - n) / 2 earlier ones, which is the mean of the shares that balance
-attention, and gathers of keys and values over the link inside a node, or between nodes where a group fills more than
-one. What ranks wait for one another in attention counts nothing: the prediction favours it.
+attention, and gathers of keys and values. What ranks wait for one another in attention counts nothing, which favours
+it, but next to nothing where groups are wide (simulated once on the mixtures of `teams`).
 """
 
 import argparse
@@ -25,12 +25,13 @@ from megatron_dynapipe.cli.batch_arguments import chosen_batches, longest_rows
 from megatron_dynapipe.cli.main import build_parser
 from megatron_dynapipe.cli.planning_arguments import complete_model, costs_and_rates, planner_settings
 from megatron_dynapipe.core.batch import Samples, round_up_all
+from megatron_dynapipe.core.costs import ATTENTION, Quantity
 from megatron_dynapipe.core.errors import InfeasibleError, PlanningError
 from megatron_dynapipe.core.orders import Schedule, ScheduleSettings, schedule
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.problem import BatchProblem, IntArray
 from megatron_dynapipe.core.units import BatchLayout, Shape
-from megatron_dynapipe.costing.shares import share_costs
+from megatron_dynapipe.costing.shares import gathers_again, latency_ns, share_costs
 from megatron_dynapipe.tools.rivals.methods import method_settings
 from megatron_dynapipe.tools.rivals.pipelines import by_hand
 from megatron_dynapipe.ways.rivals.rules import row_sizes
@@ -227,27 +228,25 @@ def _sharded(
     part = -(-whole // parts)
     problem = planner.problem(samples)
     is_share = parts > 1
-    network = planner.settings.network
-    between = replace(
-        network, intra_node_gbps=network.inter_node_gbps, intra_node_latency_us=network.inter_node_latency_us
-    )
-    costs = [
-        np.where(
-            (parts * planner.settings.tensor_parallel > network.devices_per_node)[:, None, None],
-            *(
-                share_costs(
-                    tables,
-                    mode,
-                    chunk=-(-part // 2) * is_share,
-                    ranks=parts,
-                    element_bytes=planner.settings.element_bytes,
-                    network=link,
-                )
-                for link in (between, network)
-            ),
+    its, network = planner.settings, planner.settings.network
+    # The gathers of a row are waited for once.
+    is_first = np.isin(of, [one.samples[0] for groups in micro_batches for one in groups])
+    latency = latency_ns(parts, network, tensor_parallel=its.tensor_parallel) * is_share * is_first
+    costs = []
+    for tables, mode in zip(problem.modes, its.recompute, strict=True):
+        extras = share_costs(
+            tables,
+            mode,
+            chunk=-(-part // 2) * is_share,
+            ranks=parts,
+            element_bytes=its.element_bytes,
+            network=network,
+            tensor_parallel=its.tensor_parallel,
         )
-        for tables, mode in zip(problem.modes, planner.settings.recompute, strict=True)
-    ]
+        attention = extras[:, tables.kinds.index(ATTENTION)]
+        attention[:, Quantity.FORWARD] += latency
+        attention[:, Quantity.BACKWARD] += gathers_again(mode) * latency
+        costs.append(extras)
     changed = replace(
         problem,
         inputs=round_up_all(part),

@@ -1,17 +1,20 @@
-"""Plans with teams of replicas against plans without, on mixtures with a tail of long samples.
+"""Plans with teams of replicas, without, and Megatron-LM's dynamic context parallelism, each on its own best layout.
 
-    python -m benchmarks.planning.teams [--layouts 8,1,8 …] [--batches 3] [--samples 64 256]
+    python -m benchmarks.planning.teams [--layouts 8,1,8 …] [--batches 3] [--samples 64 256] [--tails "2% of 32-128k" …]
 
 Most samples are below 8,192 positions (lognormal around 600); the tail is log-uniform. The model is LLaMA 3 8B by
 computed costs, on nodes of eight H100s as `configs/clusters/h100_80gb.yaml` has them. Every plan is made and verified;
-times are the planner's own, of shares as two pieces of their chunks and gathers inside the node. Seconds are of
-planning, without teams and with them. A gain of nan: no batch has a plan without teams. With `--rival` the last column
-is the time of Megatron-LM's dynamic context parallelism (`dynamic_cp`), under 1F1B in the same pipeline, over a plan's.
+times are predicted ms of all batches together, "-" where one of them does not fit the memory. Seconds are of planning,
+in processor time. The rival (`dynamic_cp`, of Megatron-LM's dev branch) runs under 1F1B and pays for shares what plans
+do; released versions refuse pipelines, so that layouts of one stage alone are theirs, too.
 """
 
 import argparse
-import statistics
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 import numpy as np
@@ -58,6 +61,8 @@ TAILS = {
 }
 """Share of samples, and their shortest and longest, of which each batch has one at least."""
 LONGEST = 131_072
+LAYOUTS = ("8,1,8", "8,2,4", "16,1,4", "16,2,2", "32,1,2", "8,4,2", "8,8,1", "16,4,1", "32,2,1", "64,1,1")
+"""All of 64 devices that have at least eight replicas."""
 
 
 def mixture(tail: str, samples: int, seed: int) -> GlobalBatch:
@@ -88,14 +93,28 @@ def settings(data: int, tensor: int, pipeline: int) -> PlannerSettings:
     )
 
 
-def planned(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) -> tuple[float, float, tuple[int, ...]]:
-    """Predicted ms, seconds of planning, and teams; infinite where there is no plan."""
-    began = time.perf_counter()
+@dataclass(slots=True)
+class Row:
+    """One layout: predicted ms of all batches, seconds of planning them, and the teams of each plan."""
+
+    without: float = 0.0
+    teams: float = 0.0
+    rival: float = 0.0
+    seconds: tuple[float, float] = (0.0, 0.0)
+    chosen: list[str] = field(default_factory=list)
+
+
+def planned(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) -> tuple[float, float, str]:
+    """Predicted ms, seconds of planning, and how many teams run of which size; infinite where there is no plan."""
+    began = time.process_time()
     try:
         plan = planner_of(run, costs).plan(batch, 0)
     except PlanningError:
-        return float("inf"), time.perf_counter() - began, ()
-    return plan.totals.predicted_ns / 1e6, time.perf_counter() - began, plan.teams
+        return inf, time.process_time() - began, ""
+    seconds = time.process_time() - began
+    ranks = Counter(size for replica in plan.replicas for size in {mb.share[0] for mb in replica.micro_batches})
+    teams = " then ".join(f"{ranks[size] // size} × {size}" for size in sorted(ranks, reverse=True))
+    return plan.totals.predicted_ns / 1e6, seconds, teams
 
 
 def rival_ms(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch) -> float:
@@ -107,44 +126,65 @@ def rival_ms(run: PlannerSettings, costs: AnalyticCostModel, batch: GlobalBatch)
         sizes = row_sizes(samples.input_positions.tolist(), longest.inputs, run.data_parallel)
         return fastest_run(planner, samples, sizes).makespan_ns / 1e6
     except PlanningError:
-        return float("inf")
+        return inf
+
+
+def row_of(layout: str, costs: AnalyticCostModel, batches: Sequence[GlobalBatch]) -> Row:
+    """All three ways on a layout."""
+    data, tensor, pipeline = map(int, layout.split(","))
+    without = settings(data, tensor, pipeline)
+    teams = msgspec.structs.replace(without, context_teams=data)
+    row = Row()
+    for batch in batches:
+        alone, seconds, _ = planned(without, costs, batch)
+        shared, more, chosen = planned(teams, costs, batch)
+        row.without += alone
+        row.teams += shared
+        row.rival += rival_ms(without, costs, batch)
+        row.seconds = (row.seconds[0] + seconds, row.seconds[1] + more)
+        row.chosen.append(chosen)
+    return row
+
+
+def fastest(rows: Mapping[str, Row], way: str, *, most_stages: int = 8) -> float:
+    """The least time of a way on any layout of at most so many stages."""
+    return min(
+        (getattr(row, way) for layout, row in rows.items() if int(layout.split(",")[2]) <= most_stages), default=inf
+    )
+
+
+def show(heading: str, rows: Mapping[str, Row]) -> None:
+    """Print a table of layouts, the fastest in the last row, and ratios of the fastest."""
+    print(f"\n{heading}\n\n| data, tensor, pipeline | no teams | teams | dynamic CP | chosen | seconds |")
+    print("|---|---|---|---|---|---|")
+    for layout, row in rows.items():
+        times = " | ".join(map(_ms, (row.without, row.teams, row.rival)))
+        print(f"| {layout} | {times} | {', '.join(row.chosen)} | {row.seconds[0]:.1f} → {row.seconds[1]:.1f} |")
+    best = [fastest(rows, way) for way in ("without", "teams", "rival")]
+    print(f"| **best** | {' | '.join(map(_ms, best))} | | |\n")
+    over = [other / best[1] for other in (best[0], best[2], fastest(rows, "rival", most_stages=1))]
+    print("over none {:.2f}, over dynamic CP {:.2f}, over that without pipelines {:.2f}".format(*over), flush=True)
+
+
+def _ms(time: float) -> str:
+    return f"{time:,.0f}" if time < inf else "-"
 
 
 def main() -> None:
-    """Print a row for each layout, mixture and number of samples."""
+    """Print a table for each mixture and number of samples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="*", default=("8,1,8", "8,2,4", "16,1,4", "16,4,1"))
+    parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
     parser.add_argument("--samples", nargs="*", type=int, default=(64, 256))
+    parser.add_argument("--tails", nargs="*", default=tuple(TAILS))
     parser.add_argument("--batches", type=int, default=3)
-    parser.add_argument("--rival", action="store_true", help="predict dynamic context parallelism, too")
     args = parser.parse_args()
     rates = rates_of("NVIDIA H100 80GB HBM3")
     assert rates is not None, "a known device"
     costs = AnalyticCostModel(LLAMA, rates, max_size=64, max_length=LONGEST)
-    print("| data, tensor, pipeline | tail | samples | gain | least | seconds | teams | rival |")
-    print("|---|---|---|---|---|---|---|---|")
-    for layout in args.layouts:
-        data, tensor, pipeline = map(int, layout.split(","))
-        without = settings(data, tensor, pipeline)
-        most = min(data, NODE.devices_per_node // tensor)
-        teams = msgspec.structs.replace(without, context_teams=most)
-        for tail in TAILS:
-            for samples in args.samples:
-                rows = []
-                rivals = []
-                for seed in range(args.batches):
-                    batch = mixture(tail, samples, seed)
-                    rows.append((planned(without, costs, batch), planned(teams, costs, batch)))
-                    if args.rival:
-                        rivals.append(rival_ms(without, costs, batch) / rows[-1][1][0])
-                gains = [one[0] / other[0] for one, other in rows if one[0] < float("inf")] or [float("nan")]
-                seconds = [statistics.median(row[side][1] for row in rows) for side in (0, 1)]
-                chosen = ", ".join("+".join(map(str, other[2])) for _, other in rows)
-                print(
-                    f"| {layout} | {tail} | {samples} | {statistics.geometric_mean(gains):.2f} | {min(gains):.2f} |"
-                    f" {seconds[0]:.1f} → {seconds[1]:.1f} | {chosen} | {' '.join(f'{one:.2f}' for one in rivals)} |",
-                    flush=True,
-                )
+    for tail in args.tails:
+        for samples in args.samples:
+            batches = [mixture(tail, samples, seed) for seed in range(args.batches)]
+            show(f"{tail}, {samples} samples", {layout: row_of(layout, costs, batches) for layout in args.layouts})
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ bool PackedCosts::add(size_t mode, int32_t sample, size_t cell, RowSums& sums) {
     int64_t* terms = sums.terms.data();
     for (size_t term = 0; term < 2 * stride_; term += kLanes)
         for (size_t lane = 0; lane < kLanes; ++lane) terms[term + lane] += values[term + lane];
-    if (problem_.is_piece(sample)) add_extras(mode, sample, 1, sums);
+    if (problem_.has_extras(sample)) add_extras(mode, sample, 1, sums);
     return true;
 }
 
@@ -127,10 +127,10 @@ void PackedCosts::subtract(size_t mode, int32_t sample, size_t cell, RowSums& su
     int64_t* terms = sums.terms.data();
     for (size_t term = 0; term < 2 * stride_; term += kLanes)
         for (size_t lane = 0; lane < kLanes; ++lane) terms[term + lane] -= values[term + lane];
-    if (problem_.is_piece(sample)) add_extras(mode, sample, -1, sums);
+    if (problem_.has_extras(sample)) add_extras(mode, sample, -1, sums);
 }
 
-// What a piece of a sample costs besides.
+// What a piece of a sample, or a share, costs besides.
 void PackedCosts::add_extras(size_t mode, int32_t sample, int64_t times, RowSums& sums) const {
     const int64_t* extra = problem_.extras.data() + (mode * problem_.samples() + sample) * problem_.rows.count();
     for (size_t i = 0; i < width_; ++i)

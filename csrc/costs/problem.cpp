@@ -72,14 +72,14 @@ void Problem::check() const {
 }
 
 void Problem::check_chains() const {
-    if (!is_cut()) return;
+    if (!is_cut() && extras.empty()) return;
     require(may_pack, "packed rows, where samples are cut");
-    require(chains.size() == samples(), "a chain or -1 for every sample");
+    require(!is_cut() || chains.size() == samples(), "a chain or -1 for every sample");
     require(extras.size() == modes.size() * samples() * rows.count(), "what pieces cost besides, under every mode");
     for (int64_t extra : extras)
         require(extra >= -kLargestCost && extra <= kLargestCost, "costs of pieces of at most 2^42");
     int32_t next = 0;
-    for (size_t i = 0; i < samples(); ++i) {
+    for (size_t i = 0; i < chains.size(); ++i) {
         if (chains[i] < 0) continue;
         const bool goes_on = i > 0 && chains[i] == chains[i - 1];
         require(goes_on || chains[i] == next, "chains in order, the pieces of each one after another");

@@ -57,7 +57,8 @@ struct Problem {
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.
     std::vector<int32_t>
         chains;  // [samples] the chain that it is a piece of, -1 for a whole one; empty where none is cut
-    std::vector<int64_t> extras;  // [modes][samples][rows] what a piece costs modules besides its share
+    // [modes][samples][rows] what a piece, or, where none is cut, a sample costs modules besides; may be empty
+    std::vector<int64_t> extras;
     Rows rows = {};
     // Where the last MLP and the head run positions with labels alone.
     std::vector<int64_t> labels = {};    // [samples] how many count; empty where all do
@@ -69,6 +70,7 @@ struct Problem {
     bool counts_labels() const { return !labels.empty(); }
     bool is_cut() const { return !chains.empty(); }
     bool is_piece(int32_t sample) const { return is_cut() && chains[sample] >= 0; }
+    bool has_extras(int32_t sample) const { return !extras.empty() && (!is_cut() || is_piece(sample)); }
 
     size_t samples() const { return inputs.size(); }
     size_t stages() const { return pipeline.stages; }

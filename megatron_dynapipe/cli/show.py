@@ -57,7 +57,9 @@ def _text(plan: IterationPlan, replica: int) -> str:
         for at, piece in cut_entries(micro_batch):
             names[at] += f"[{piece.start}:{piece.end}]"
         samples = ",".join(names)
-        shape = f"{micro_batch.layout} shape {micro_batch.shape}"
+        ranks, place = micro_batch.share
+        shared = f", place {place} of {ranks}" if ranks > share.team else ""
+        shape = f"{micro_batch.layout} shape {micro_batch.shape}{shared}"
         lines.append(f"# micro-batch {row}: {shape}, recompute {micro_batch.modes}: samples {samples}")
         tokens = ",".join(
             f"{inputs}+{targets}"

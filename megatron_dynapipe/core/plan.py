@@ -212,8 +212,8 @@ class ReplicaPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
 
     @property
     def team(self) -> int:
-        """Replicas that run its micro-batches together; 1 for it alone."""
-        return self.micro_batches[0].share[0] if self.micro_batches else 1
+        """Replicas that run all its micro-batches together; 1 where some are its own."""
+        return min((mb.share[0] for mb in self.micro_batches), default=1)
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -267,7 +267,7 @@ class IterationPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     @property
     def teams(self) -> tuple[int, ...]:
-        """Replicas of each team, a single one's too, in order; their sum is the number of replicas."""
+        """Replicas that run one list together, in order, single ones too; their sum is the number of replicas."""
         sizes: list[int] = []
         while sum(sizes) < len(self.replicas):
             sizes.append(self.replicas[sum(sizes)].team)

@@ -170,7 +170,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return "experts count the tokens of whole samples"
         if most & (most - 1) or most > self.data_parallel:
             return f"expected 2, 4, 8 … of {self.data_parallel} replicas"
-        if node % (most * self.tensor_parallel):
+        devices = most * self.tensor_parallel
+        if node % devices and devices % node:
             return f"teams of {most} × {self.tensor_parallel} devices do not fill nodes of {node}"
         return self._whole_samples_because  # which keeps them from being shared, too
 

@@ -6,7 +6,7 @@ transfers  sends and receives of equal shapes in equal order; no stall          
 memory     what passes and messages hold, with the model state, within the limit         memory
 
 Ways to make micro-batches bring rules of their own (`ways.rules`): pieces tile their samples and run in their
-order; replicas that share experts run the same passes; a team's replicas run one list, each on its share.
+order; replicas that share experts run the same passes; a team's replicas run its rows first, each on its share.
 """
 
 from collections import Counter

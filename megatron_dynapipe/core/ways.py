@@ -40,7 +40,7 @@ class Candidate:
         is_default: whether it is searched unless another one starts ahead of it by `LEAST_GAIN`.
         spread: makes a schedule of all replicas, and what that holds, of one that was planned for several in step, or
             next to teams.
-        least_ns: what replicas take at most that are not in its problem, but in what `spread` makes.
+        takes: the time of all that `spread` makes, by the time of what its problem has of it.
         missed: what users are told where nothing is found of it, though they asked for it.
     """
 
@@ -52,7 +52,7 @@ class Candidate:
     is_default: bool = False
     spread: Callable[[ScheduledBatch], tuple[Samples, ScheduledBatch]] | None = None
     missed: str = ""
-    least_ns: int = 0
+    takes: Callable[[int], int] = int
 
     def unfit(self) -> InfeasibleError | None:
         """Why no plan can have these micro-batches, where that is known of them alone."""
@@ -131,7 +131,7 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
         scheduled = None if candidate is None else candidate.scheduled(chosen)
         if candidate is None or scheduled is None:
             continue
-        takes = max(scheduled.makespan_ns, candidate.least_ns)
+        takes = candidate.takes(scheduled.makespan_ns)
         if found is None or takes < least:
             found = candidate, scheduled
             least = takes
@@ -145,8 +145,8 @@ def _ahead(candidates: Sequence[Candidate]) -> Candidate | None:
     ahead: Candidate | None = None
     least: int | None = None
     for candidate in candidates:
-        started = candidate.start(least)
-        takes = 0 if started is None else max(started.makespan_ns, candidate.least_ns)
+        started = candidate.start(least) if least is None or candidate.takes(0) < least else None
+        takes = 0 if started is None else candidate.takes(started.makespan_ns)
         if started is None or (least is not None and takes >= least):
             continue
         ahead = candidate

@@ -1,25 +1,32 @@
-"""Long samples on teams of replicas, each its share of every sample; the other samples on the other replicas.
+"""Long samples on teams of replicas, each its share of every sample; the other samples next to them or afterwards.
 
-    samples, longest first    900 700 | 300 200 180 150 90 40 …        two of four replicas as a team
+    samples, longest first    900 700 | 300 200 180 150 90 40 …        a team of two, of four replicas
     replicas 0 and 1          shares of 900, 700
     replicas 2 and 3          300, 200, … as without teams: whole or in pieces, padded or packed
 
-A team is planned as one replica whose samples cost what shares do (`costing.shares`), in packed rows; the others are
-planned as a batch of their own, by the other ways. How many teams there are, of what size, and which samples they run,
-is chosen by the work of samples alone, so that both parts end together; searches start from the best two choices.
-Without a long sample, or a choice that promises `LEAST_GAIN`, nothing is started.
+    samples, longest first    900 | 300 280 | 200 180 90 40 …          a team of four, then two of two, then each alone
+    replicas 0 to 3           a share of 900; of 300 or of 280; 200, 180, … as without teams
+
+A team is planned as one replica whose samples cost what shares do (`costing.shares`), in packed rows; other samples are
+planned as a batch of their own, by the other ways, and, if all replicas run them, in smaller teams, too. How many teams
+there are, of what size, and which samples they run, is chosen by the work of samples alone; searches start from the
+best choices. Without a long sample, or a choice that promises `LEAST_GAIN`, nothing is started.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_dynapipe.core.batch import Samples, round_up_all
+from megatron_dynapipe.core.costs import Floats
 from megatron_dynapipe.core.errors import PlanningError
+from megatron_dynapipe.core.instructions import Pass
+from megatron_dynapipe.core.orders import Schedule, predict
 from megatron_dynapipe.core.partition import OrderedPartitions, by_length
 from megatron_dynapipe.core.problem import BatchProblem, IntArray, ScheduleProblem
 from megatron_dynapipe.core.scheduling import ScheduledBatch
@@ -27,16 +34,23 @@ from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.settings import PlannerSettings
 from megatron_dynapipe.core.units import BatchLayout
 from megatron_dynapipe.core.ways import LEAST_GAIN, Candidate, Way
-from megatron_dynapipe.costing.shares import share_costs
+from megatron_dynapipe.costing.shares import latency_ns, share_costs, with_latency
 from megatron_dynapipe.ways.pieces import can_cut, problem_of
 from megatron_dynapipe.ways.teams_rule import team_sizes
 
 LONG = 0.5
 """Of a replica's part of the work: where every sample fits and has less of it, no teams are tried."""
+ROW = 4096
+"""Positions of a row that a short sample is taken to be a part of."""
 STARTED = 2
-"""Choices of teams that searches start from."""
-Choice = tuple[int, int, int]
-"""(size, teams, samples): so many teams of that size run the samples of most work."""
+"""Choices of teams with others next to them that searches start from, and one with others after them."""
+NEAR = 0.1
+"""If the second one promises to take longer by this share, the first alone is."""
+Choice = tuple[int, int, int, int]
+"""(size, teams, samples, others): so many teams of that size run the samples of most work, and so many replicas the
+others: those that are in no team, or afterwards all of them."""
+Planned = tuple[Samples, ScheduledBatch]
+"""What micro-batches hold, and these with their orders."""
 
 
 class Teams:
@@ -47,23 +61,26 @@ class Teams:
         self._ways = ways
 
     def candidates(self, samples: Samples, problem: BatchProblem) -> Sequence[Candidate]:
-        """The other ways' for all samples; and, where that promises to be faster, theirs next to teams."""
-        proposed = list(self._proposed(samples, problem))
+        """The other ways' for all samples; and, where that promises to be faster, next to teams or after them."""
         if not can_cut(problem):
             notice("no teams of replicas: the cost model does not say how wide keys are")
-        if problem.forward_only or not can_cut(problem):
-            return proposed
+        return self._candidates(samples, problem, self._settings.context_teams)
+
+    def _candidates(self, samples: Samples, problem: BatchProblem, most: int) -> Sequence[Candidate]:
+        """As `candidates`, with teams of at most so many."""
+        proposed = list(self._proposed(samples, problem))
         replicas = self._settings.data_parallel
+        if problem.forward_only or not can_cut(problem) or most == 1:
+            return proposed
         alone = _stage_times(problem)
         by_sample = alone.sum(axis=1)
         if by_sample.min() > 0 and by_sample.max() * replicas < LONG * by_sample.sum():
             return proposed
-        shared = {ranks: self._shared(samples, problem, ranks) for ranks in team_sizes(self._settings.context_teams)}
+        shared = {ranks: self._shared(samples, problem, ranks) for ranks in team_sizes(most)}
         work = {1: alone} | {ranks: _stage_times(one.problem) for ranks, one in shared.items()}
         order = np.lexsort((np.arange(len(alone)), -work[max(work)].sum(axis=1)))
-        choices = choices_of(work, order, replicas)
-        for size, teams, count in choices[:STARTED]:
-            proposed += self._beside(samples, problem, shared[size], (size, teams), order[:count], order[count:])
+        for choice in choices_of(work, order, replicas):
+            proposed += self._with_teams(samples, problem, shared[choice[0]], choice, order)
         return proposed
 
     def _proposed(self, samples: Samples, problem: BatchProblem) -> chain[Candidate]:
@@ -89,6 +106,7 @@ class Teams:
                 ranks=ranks,
                 element_bytes=self._settings.element_bytes,
                 network=self._settings.network,
+                tensor_parallel=self._settings.tensor_parallel,
             )
             for tables, mode in zip(problem.modes, self._settings.recompute, strict=True)
         ]
@@ -102,42 +120,44 @@ class Teams:
             1,
         )
 
-    def _beside(
-        self,
-        samples: Samples,
-        problem: BatchProblem,
-        shared: Candidate,
-        sizes: tuple[int, int],
-        long: IntArray,
-        others: IntArray,
+    def _with_teams(
+        self, samples: Samples, problem: BatchProblem, shared: Candidate, choice: Choice, order: IntArray
     ) -> Sequence[Candidate]:
-        """Candidates for the samples that teams leave, with these teams next to them; none where teams do not fit."""
-        size, teams = sizes
-        team = _part(shared, np.sort(long), min(teams, len(long)))
+        """Candidates for the samples that teams leave, next to them or after them; none where teams do not fit."""
+        size, teams, count, others = choice
+        once_ns = int(latency_ns(size, self._settings.network, tensor_parallel=self._settings.tensor_parallel))
+        modes = zip(problem.modes, self._settings.recompute, strict=True)
+        of_rows = replace(shared.problem, modes=tuple(with_latency(tables, mode, once_ns) for tables, mode in modes))
+        long = np.sort(order[:count])
+        team = _part(replace(shared, problem=of_rows), long, min(teams, count))
         started = team.start()
         if started is None:
             return []
-        whole = _at(samples, np.sort(long))
-        join = partial(_joined, whole, team, size, self._settings)
-        if not len(others):
+        join = partial(_joined, _at(samples, long), team, choice, self._settings)
+        if count == len(order):
             return [replace(team, spread=lambda planned: join(None, planned))]
-        rest = _at(samples, np.sort(others))
-        replicas = min(self._settings.data_parallel - size * teams, len(others))
-        left = replace(problem_of(problem, rest), replicas=replicas, enough_ns=0)
-        return [
-            replace(
-                candidate,
-                is_default=False,
-                missed="",
-                least_ns=started.makespan_ns,
-                spread=partial(join, candidate.samples),
-            )
-            for candidate in self._proposed(rest, left)
-        ]
+        rest = _at(samples, np.sort(order[count:]))
+        left = replace(problem_of(problem, rest), replicas=min(others, len(rest.ids)), enough_ns=0)
+        is_after = others == self._settings.data_parallel
+        proposed = self._candidates(rest, left, size // 2) if is_after else self._proposed(rest, left)
+        if problem.layout.stages == 1:  # on one stage pieces save memory alone, and what is left fits whole
+            proposed = [candidate for candidate in proposed if candidate.problem.chains is None] or proposed
+        ends = (lambda ns: ns + started.makespan_ns) if is_after else partial(max, started.makespan_ns)
+        return [_beside(candidate, join, ends) for candidate in proposed]
+
+
+def _beside(candidate: Candidate, join: Callable[..., Planned], ends: Callable[[int], int]) -> Candidate:
+    """A candidate for the samples that teams leave as one for all samples."""
+
+    def spread(planned: ScheduledBatch) -> Planned:
+        return join(*(candidate.spread(planned) if candidate.spread else (candidate.samples, planned)))
+
+    takes = candidate.takes
+    return replace(candidate, is_default=False, missed="", takes=lambda ns: ends(takes(ns)), spread=spread)
 
 
 def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> list[Choice]:
-    """Teams by what they promise, the best first; those that promise less than `LEAST_GAIN` are left out.
+    """Teams to start from, the most promising first; none that promise to gain less than `LEAST_GAIN`.
 
     A replica takes as long as its stage that has most work, and that of its longest sample, whose pieces run on all
     stages at once. A team's samples have no pieces: the longest one's way through the other stages comes before.
@@ -148,48 +168,68 @@ def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> lis
         order: samples, the one of most work first.
         replicas: of the run.
     """
-    alone = work[1][order]
-    rest = np.vstack([np.cumsum(alone[::-1], axis=0)[::-1], np.zeros_like(alone[:1])]).max(axis=1)
-    longest = np.append(alone.max(axis=1), 0)
-    fits = np.append(alone.min(axis=1) > 0, True)
-    fits = np.logical_and.accumulate(fits[::-1])[::-1]
-    without = max(rest[0] / replicas, longest[0]) if fits[0] else np.inf
+    rest = {size: _rest_times(times[order], replicas // size, fills=size > 1) for size, times in work.items()}
+    without = rest[1][0]
     found: list[tuple[float, Choice]] = []
-    for size, times in work.items():
-        for teams in range(1, replicas // size + 1 if size > 1 else 1):
-            shares = times[order]
-            fill = np.maximum.accumulate(shares.sum(axis=1) - shares.max(axis=1))
-            in_teams = np.cumsum(shares, axis=0).max(axis=1) / teams
-            in_teams = np.maximum(in_teams, np.maximum.accumulate(shares.max(axis=1))) + fill
-            left = replicas - size * teams
-            beside = np.maximum(rest[1:] / max(left, 1), longest[1:])
-            ends = np.maximum(in_teams, beside)
-            shared_fit = np.logical_and.accumulate(shares.min(axis=1) > 0)
-            ends[~shared_fit | ~fits[1:] | ((rest[1:] > 0) & (left == 0))] = np.inf
-            count = int(ends.argmin())
-            if ends[count] < without * (1 - LEAST_GAIN):
-                found.append((float(ends[count]), (size, teams, count + 1)))
-    return [choice for _, choice in sorted(found)]
+    for size in sorted(work)[1:]:
+        shares = work[size][order]
+        fill = np.maximum.accumulate(shares.sum(axis=1) - shares.max(axis=1))
+        longest = np.maximum.accumulate(shares.max(axis=1))
+        fits = np.logical_and.accumulate(shares.min(axis=1) > 0)
+        most = replicas // size
+        ends: dict[tuple[int, int], Floats] = {}
+        for teams in range(1, most + 1):
+            in_teams = np.maximum(np.cumsum(shares, axis=0).max(axis=1) / teams, longest) + fill
+            in_teams[~fits] = np.inf
+            others = replicas - size * teams
+            ends[teams, others] = np.maximum(in_teams, _rest_times(work[1][order], others, fills=False)[1:])
+        later = np.min([times for smaller, times in rest.items() if smaller < size], axis=0)
+        ends[most, replicas] = in_teams + np.where(later[1:] > 0, later[1:], np.inf)
+        for (teams, others), its in ends.items():
+            count = int(its.argmin())
+            if its[count] < without * (1 - LEAST_GAIN):
+                found.append((float(its[count]), (size, teams, count + 1, others)))
+    after = sorted(each for each in found if each[1][3] == replicas)[:1]
+    beside = sorted(each for each in found if each[1][3] < replicas)[:STARTED]
+    near = [each for each in beside if each[0] < beside[0][0] * (1 + NEAR)]
+    return [choice for _, choice in sorted(near + after, key=lambda each: each[0])]
+
+
+def _rest_times(times: IntArray, runners: int, *, fills: bool) -> Floats:
+    """What the samples from each one on take, float64[samples + 1]; infinite where one fits nowhere.
+
+    Args:
+        times: of each on every stage: int64[samples, stages].
+        runners: replicas or teams.
+        fills: whether the longest one's way through the other stages comes before, as it has no pieces.
+    """
+    together = np.cumsum(times[::-1], axis=0).max(axis=1) / max(runners, 1)
+    of_stage = times[::-1].max(axis=1)
+    way = np.maximum.accumulate(times[::-1].sum(axis=1) - of_stage) * fills
+    fits = np.logical_and.accumulate(times[::-1].min(axis=1) > 0) & (runners > 0)
+    found = np.where(fits, np.maximum(together, np.maximum.accumulate(of_stage)) + way, np.inf)
+    return np.append(found[::-1], 0.0)
 
 
 def _stage_times(problem: BatchProblem) -> IntArray:
-    """ns of each sample by itself on every stage, under the fastest mode; 0 where it is not covered or does not fit."""
-    every = [np.array([sample]) for sample in range(len(problem.inputs))]
+    """ns of each sample on every stage, by itself or in a row of samples like it, under the fastest mode; 0 where it is
+    not covered or does not fit."""
     packed = BatchLayout.PACKED if BatchLayout.PACKED in problem.batch_layouts else BatchLayout.PADDED
     room = problem.memory_limit_bytes - problem.model_state_bytes
-    times = np.zeros((len(every), problem.layout.stages), np.int64)
-    for mode in range(len(problem.modes)):
-        costs, covered = problem.costs_of(every, [packed] * len(every), np.full(len(every), mode))
-        fits = covered & (costs.bytes_alone <= room).all(axis=1)
-        its = costs.stage_times_ns
-        better = fits & ((times.sum(axis=1) == 0) | (its.sum(axis=1) < times.sum(axis=1)))
-        times[better] = its[better]
+    times = np.zeros((len(problem.inputs), problem.layout.stages), np.int64)
+    for copies in (np.ones_like(problem.inputs), np.maximum(ROW // np.maximum(problem.inputs, 1), 1)):
+        rows = [np.full(count, sample) for sample, count in enumerate(copies.tolist())]
+        for mode in range(len(problem.modes)):
+            costs, covered = problem.costs_of(rows, [packed] * len(rows), np.full(len(rows), mode))
+            fits = covered & (costs.bytes_alone <= room).all(axis=1)
+            its = costs.stage_times_ns // copies[:, None]
+            better = fits & ((times.sum(axis=1) == 0) | (its.sum(axis=1) < times.sum(axis=1)))
+            times[better] = its[better]
     return times
 
 
 def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
-    """Some of the samples in shares, on so many teams. Each is a chain of its own, since chains alone have extra
-    costs (`csrc/costs/packed.cpp`)."""
+    """Some of the samples in shares, on so many teams."""
     entries = _at(shared.samples, places)
     extras = shared.problem.piece_costs
     assert extras is not None, "of shares"
@@ -198,7 +238,7 @@ def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
         replicas=teams,
         enough_ns=0,
         batch_layouts=(BatchLayout.PACKED,),
-        chains=np.arange(len(places), dtype=np.int32),
+        precedents=(),
         piece_costs=np.ascontiguousarray(extras[:, places]),
     )
     longest_first = OrderedPartitions(order=by_length(entries.inputs, entries.targets))
@@ -208,24 +248,25 @@ def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
 def _joined(
     whole: Samples,
     team: Candidate,
-    size: int,
+    choice: Choice,
     settings: PlannerSettings,
     rest: Samples | None,
     planned: ScheduledBatch,
-) -> tuple[Samples, ScheduledBatch]:
-    """The teams' members first, then the other replicas: what micro-batches hold, and these with their orders.
+) -> Planned:
+    """What micro-batches hold, and these with their orders: on each replica its team's, then its own.
 
     Args:
         whole: the teams' samples.
         team: planned as one replica for each team.
-        size: of teams.
+        choice: the teams.
         settings: of the planner.
-        rest: what the other replicas' micro-batches hold; None where there are none.
-        planned: the other replicas' schedule, or the teams' where there are none.
+        rest: what the other micro-batches hold; None where there are none.
+        planned: the schedule of these, or the teams' where there are none.
     """
     of_teams = planned if rest is None else team.scheduled(settings.schedule)
     if of_teams is None:
         raise PlanningError("a search of a team's micro-batches lost the start that it had")
+    size, _, _, others = choice
     shared = replace(
         whole,
         input_positions=team.samples.input_positions,
@@ -237,15 +278,39 @@ def _joined(
     if rest is None:
         return shared, replace(of_teams, replicas=replicas, schedules=schedules)
     entries, rows = len(whole.ids), len(of_teams.members)
+    costs = _both_costs(of_teams.costs, planned.costs)
+    own = [(numbers + rows, schedule) for numbers, schedule in zip(planned.replicas, planned.schedules, strict=True)]
+    if others < settings.data_parallel:
+        replicas += [numbers for numbers, _ in own]
+        schedules += [schedule for _, schedule in own]
+    else:
+        pairs = zip_longest(zip(replicas, schedules, strict=True), own)
+        both = [_one_after_another(costs, [each for each in pair if each is not None]) for pair in pairs]
+        replicas, schedules = [rows for rows, _ in both], [schedule for _, schedule in both]
     return _both(shared, rest), ScheduledBatch(
         members=[*of_teams.members, *(members + entries for members in planned.members)],
         batch_layouts=[*of_teams.batch_layouts, *planned.batch_layouts],
         shapes=[*of_teams.shapes, *planned.shapes],
         modes=np.concatenate([of_teams.modes, planned.modes]),
-        costs=_both_costs(of_teams.costs, planned.costs),
-        replicas=[*replicas, *(numbers + rows for numbers in planned.replicas)],
-        schedules=[*schedules, *planned.schedules],
+        costs=costs,
+        replicas=replicas,
+        schedules=schedules,
     )
+
+
+def _one_after_another(costs: ScheduleProblem, parts: Sequence[tuple[IntArray, Schedule]]) -> tuple[IntArray, Schedule]:
+    """A replica's micro-batches, with all passes of the first part before any of the second one."""
+    if len(parts) == 1:
+        return parts[0]
+    (rows, first), (more, then) = parts
+    later = [[_moved(its, len(rows)) for its in passes] for passes in then.order]
+    order = tuple((*before, *after) for before, after in zip(first.order, later, strict=True))
+    both = np.concatenate([rows, more])
+    return both, predict(costs.take(both), order)
+
+
+def _moved(its: Pass, rows: int) -> Pass:
+    return msgspec.structs.replace(its, micro_batch=its.micro_batch + rows)
 
 
 def _at(samples: Samples, places: IntArray) -> Samples:

@@ -1,4 +1,5 @@
-"""Plans changed by hand: the same micro-batches, some as packed rows, some with backward passes in halves; or teams."""
+"""Plans changed by hand: the same micro-batches, some as packed rows, some with backward passes in halves; or teams,
+some one after another."""
 
 from collections.abc import Callable, Sequence
 
@@ -57,6 +58,23 @@ def teamed(plan: IterationPlan, sizes: Sequence[int], *, sequence_parallel: int 
             its = tuple(msgspec.structs.replace(row, share=(size, place)) for row in rows)
             replicas.append(msgspec.structs.replace(replica, micro_batches=its, stages=stages))
     return msgspec.structs.replace(plan, replicas=tuple(replicas))
+
+
+def followed(plan: IterationPlan, later: IterationPlan) -> IterationPlan:
+    """The plan whose replicas run what they do in the first one, and then what they do in the second one."""
+    replicas = []
+    for first, then in zip(plan.replicas, later.replicas, strict=True):
+        stages = []
+        for its, more in zip(first.stages, then.stages, strict=True):
+            moved = (_moved(step, len(first.micro_batches)) for step in more.instructions)
+            stages.append(msgspec.structs.replace(its, instructions=(*its.instructions, *moved), predicted=()))
+        rows = (*first.micro_batches, *then.micro_batches)
+        replicas.append(msgspec.structs.replace(first, micro_batches=rows, stages=tuple(stages)))
+    return msgspec.structs.replace(plan, replicas=tuple(replicas))
+
+
+def _moved(step: Instruction, rows: int) -> Instruction:
+    return msgspec.structs.replace(step, micro_batch=step.micro_batch + rows)
 
 
 def _shared(family: ModelFamily, micro_batch: MicroBatch, size: int) -> MicroBatch:

@@ -73,7 +73,7 @@ def planned(
         config: a `ConfigContainer` of a GPT or Hybrid model; after the block it is as it was.
         dataset: a folder that `megatron-dynapipe data prepare` has made; None for the recipe's own samples.
         costs: a cost model file; "auto" computes costs from the model's numbers and the device's rates.
-        context_teams: up to so many replicas of a node, 2, 4, 8 …, run long samples together; 1 for none.
+        context_teams: up to so many replicas, 2, 4, 8 …, run long samples together; 1 for none.
         layers: "auto" chooses layers per stage and virtual stages, by plans; "recipe" keeps the recipe's.
         calibrate_s: seconds for which costs are measured instead, before the recipe's first run on such a machine.
         long_samples: what becomes of samples longer than the recipe's sequence length: "fail", "skip" or "truncate".

@@ -134,7 +134,7 @@ _TABLE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "type": positive,
             "default": 1,
             "metavar": "N",
-            "help": "let up to N replicas of a node, 2, 4, 8 …, run a GPT's long samples together, each a share of"
+            "help": "let up to N replicas, 2, 4, 8 …, run a GPT's long samples together, each a share of"
             " every sample, if the plan gets faster (default 1: none)",
         },
     ),

@@ -62,6 +62,7 @@ class Layout:
     transfers: str = "gloo"  # or "cuda": the rules that plans are made under
     rows: str = "padded"  # packed, mixed: every second micro-batch, or as planned
     teams: tuple[tuple[int, ...], ...] = ()  # of replicas, by iteration
+    then: tuple[int, ...] = ()  # teams of the second half of the samples, after those of the first half
     slices: int | None = None  # most positions of a piece; None leaves samples whole
     divided: int = 0  # backward passes: of every micro-batch, of every second one, …
     fused: bool = False  # weight gradients added up by the product
@@ -163,6 +164,8 @@ def named(row: str) -> Layout:
         match what:
             case "teams":
                 given["teams"] = tuple(tuple(map(int, teams.split("+"))) for teams in number.split("/"))
+            case "then teams":
+                given["then"] = tuple(map(int, number.split("+")))
             case "layers":
                 split = tuple(float(each) if "." in each else int(each) for each in number.split("+"))
                 given |= {"split": split, "depth": int(sum(split))}

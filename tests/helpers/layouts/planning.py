@@ -1,12 +1,16 @@
 """The planner of a layout."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from megatron_dynapipe.choosing.planner import links_of
 from megatron_dynapipe.choosing.planners import model_state_of, planner_of, tables_of
-from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES
+from megatron_dynapipe.core.batch import GlobalBatch
+from megatron_dynapipe.core.network import CUDA_RULES, GLOO_RULES, Network
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan, StagePlan
 from megatron_dynapipe.core.planner import Planner
@@ -15,7 +19,7 @@ from megatron_dynapipe.costing import CPU_RATES, AnalyticCostModel, ModelShape, 
 from megatron_dynapipe.ways import ways_of
 from megatron_dynapipe.ways.rules import RULES
 from tests.helpers.layouts.layout import HEADS, MAX_LENGTH, VOCABULARY, Layout
-from tests.helpers.packed_plans import halved, relaid, teamed
+from tests.helpers.packed_plans import followed, halved, relaid, teamed
 from tests.helpers.settings import settings_in_layers
 
 
@@ -27,10 +31,28 @@ class LayoutPlanner(Planner):
     divided = 0
     of_busy: Sequence[Planner] = ()  # by iteration
     teams: Sequence[Sequence[int]] = ()
+    then: Sequence[int] = ()
 
-    def plan(self, batch: object, iteration: int, *, forward_only: bool = False) -> IterationPlan:
-        planned_by = self.of_busy[iteration % len(self.of_busy)] if self.of_busy else super()
-        plan = planned_by.plan(batch, iteration, forward_only=forward_only)
+    def plan(self, batch: GlobalBatch, iteration: int, *, forward_only: bool = False) -> IterationPlan:
+        """In two halves one after another, if there are teams of the second one."""
+        if not self.then:
+            return self._planned(batch, iteration, self.teams, self.of_busy, forward_only=forward_only)
+        first, second = (_part(batch, half) for half in np.array_split(np.arange(len(batch)), 2))
+        before = self._planned(first, iteration, self.teams, self.of_busy[:-1], forward_only=forward_only)
+        after = self._planned(second, iteration, [self.then], self.of_busy[-1:], forward_only=forward_only)
+        return followed(before, after)
+
+    def _planned(
+        self,
+        batch: GlobalBatch,
+        iteration: int,
+        teams: Sequence[Sequence[int]],
+        of_busy: Sequence[Planner],
+        *,
+        forward_only: bool,
+    ) -> IterationPlan:
+        make = of_busy[iteration % len(of_busy)].plan if of_busy else super().plan
+        plan = make(batch, iteration, forward_only=forward_only)
         replicas = []
         for replica in plan.replicas:
             micro_batches = tuple(
@@ -45,15 +67,25 @@ class LayoutPlanner(Planner):
             replicas.append(msgspec.structs.replace(replica, micro_batches=micro_batches))
         stages = [StagePlan(stage=s, instructions=(), predicted=()) for s in range(plan.pipeline_stages)]
         empty = ReplicaPlan(micro_batches=(), stages=tuple(stages), predicted_ns=0)
-        idle = 0 if self.teams else self.settings.data_parallel - len(replicas)
+        idle = 0 if teams else self.settings.data_parallel - len(replicas)
         plan = msgspec.structs.replace(plan, replicas=(*replicas, *[empty] * idle))
         ranks = self.settings.tensor_parallel if self.settings.sequence_parallel else 1
         if self.divided:
             plan = halved(plan, every=self.divided)
         plan = plan if self.rows == "planned" else relaid(plan, self.rows, sequence_parallel=ranks)
-        if self.teams:
-            plan = teamed(plan, self.teams[iteration % len(self.teams)], sequence_parallel=ranks)
+        if teams:
+            plan = teamed(plan, teams[iteration % len(teams)], sequence_parallel=ranks)
         return plan
+
+
+def _part(batch: GlobalBatch, places: npt.NDArray[np.int64]) -> GlobalBatch:
+    return dataclasses.replace(
+        batch,
+        sample_ids=batch.sample_ids[places],
+        input_lengths=batch.input_lengths[places],
+        target_lengths=batch.target_lengths[places],
+        labels=None if batch.labels is None else batch.labels[places],
+    )
 
 
 def planner(layout: Layout) -> LayoutPlanner:
@@ -80,6 +112,7 @@ def planner(layout: Layout) -> LayoutPlanner:
         micro_batch_layouts=tuple(BatchLayout) if layout.rows == "planned" or layout.teams else (BatchLayout.PADDED,),
         slices=layout.slices or "off",
         context_teams=most,
+        network=Network(devices_per_node=2 if layout.teams else 8),  # of which larger teams span several
     )
     sizes = {"hidden": layout.hidden, "kv_channels": layout.hidden // HEADS, "ffn": 4 * layout.hidden}
     shape = ModelShape(family=layout.kind, heads=HEADS, vocabulary=VOCABULARY, **sizes)
@@ -96,8 +129,9 @@ def planner(layout: Layout) -> LayoutPlanner:
     )
     made.modes, made.rows = tuple(map(Recompute, layout.recompute)), layout.rows
     made.divided = layout.divided
-    made.teams = layout.teams
-    busy = [layout.replicas - layout.idle] if layout.idle else [len(sizes) for sizes in layout.teams]
+    made.teams, made.then = layout.teams, layout.then
+    every = [*layout.teams, *([layout.then] if layout.then else [])]
+    busy = [layout.replicas - layout.idle] if layout.idle else [len(sizes) for sizes in every]
     alone = settings
     if layout.teams:
         alone = msgspec.structs.replace(settings, context_teams=1, micro_batch_layouts=(BatchLayout.PADDED,))

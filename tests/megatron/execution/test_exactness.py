@@ -136,6 +136,8 @@ TEAMS = (
     "gpt 1x2x2, teams 2, packed, rotary positions, every second divided, recompute mixed",
     "gpt 2x2x2, teams 2, two chunks, sequence parallel, rotary positions, untied, recompute mixed, rows mixed",
     "gpt 1x1x8, teams 8/4+2+1+1, full",
+    "gpt 1x1x4, teams 4, then teams 2+1+1, rows mixed, overlapped, distributed optimizer *",
+    "gpt 1x2x4, teams 2+2, then teams 1+1+1+1, packed, every second divided, recompute mixed",
     "gpt 1x2x4, teams 2+2/4, losses of targets, overlapped, divided *",
     "gpt 1x1x4, teams 2+1+1, losses of targets, packed, distributed optimizer",
     "gpt 1x2x2, teams 2, pattern *-*--*, layers 3+3, rows mixed",
