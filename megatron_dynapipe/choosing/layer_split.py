@@ -191,7 +191,8 @@ class _Trials:
                 before = accumulate((len(batch) for batch, _ in kept), initial=0)
                 few = [both for both, samples in zip(kept, before, strict=False) if samples < SAMPLES]
                 self._batches = [batch for batch, _ in few]
-                self.results[split] = sum(plan.totals.predicted_ns for _, plan in few), [plan for _, plan in few]
+                plans = [plan for _, plan in few]
+                self.results[split] = sum(plan.totals.predicted_ns for plan in plans), plans
                 return
         raise PlanningError(
             f"none of {len(self._batches)} batches can be planned with layers per stage of "

@@ -178,8 +178,12 @@ def neighbours_of(split: ModuleSplit, steps: Iterable[int]) -> list[ModuleSplit]
 
 def share_that_counts(batches: Sequence[GlobalBatch]) -> float:
     """Of the positions of batches of decoder-only samples."""
-    labels = [batch.input_lengths if batch.labels is None else batch.labels for batch in batches]
-    return sum(int(some.sum()) for some in labels) / max(sum(int(batch.input_lengths.sum()) for batch in batches), 1)
+    counted = positions = 0
+    for batch in batches:
+        positions += int(batch.input_lengths.sum())
+        labels = batch.input_lengths if batch.labels is None else batch.labels
+        counted += int(labels.sum())
+    return counted / max(positions, 1)
 
 
 def _packed_costs(rows: Sequence[MicroBatch], mode: int, planner: Planner) -> IntArray:

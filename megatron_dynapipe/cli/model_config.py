@@ -79,7 +79,8 @@ def take_model_config(args: argparse.Namespace) -> None:
     """
     model = read_model(args.model_config)
     names = ("encoder_layers", "decoder_layers") if model.model.is_encoder_decoder else ("layers",)
-    said = {"model": model.model, "hidden_size": model.shape["hidden"], **dict(zip(names, model.layers, strict=True))}
+    said = {"model": model.model, "hidden_size": model.shape["hidden"]}
+    said |= zip(names, model.layers, strict=True)
     for name, value in said.items():
         flag = getattr(args, name)
         if flag is None:

@@ -87,8 +87,7 @@ class BatchProblem:
         peak_covers_backward: as in `ScheduleProblem`.
         transfers: when transfers are started, and what a start waits for.
         chains: int32[samples], where samples are cut: which one each is a piece of, in order, -1 for whole ones.
-        piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces (`costing.pieces`) cost
-            more, or, where none is cut, shares (`costing.shares`).
+        piece_costs: int64[modes, samples, kinds, len(Quantity)], what pieces cost more, or shares where none is cut.
         split_backward: whether backward passes may be divided: where that is faster, or all that can be.
         labels: int64[samples], positions that count, over which alone some modules run (`PipelineLayout.over_labels`);
             None where all do.

@@ -38,8 +38,7 @@ class Candidate:
         fallback: makes what it starts with where it finds nothing from those; None for nothing else.
         searchable: whether a search may change the partitions.
         is_default: whether it is searched unless another one starts ahead of it by `LEAST_GAIN`.
-        spread: makes a schedule of all replicas, and what that holds, of one that was planned for several in step, or
-            next to teams.
+        spread: makes a schedule of all replicas, and what it holds, of one made for several in step or next to teams.
         takes: the time of all that `spread` makes, by the time of what its problem has of it.
         missed: what users are told where nothing is found of it, though they asked for it.
     """

@@ -89,15 +89,12 @@ class Teams:
     def _shared(self, samples: Samples, problem: BatchProblem, ranks: int) -> Candidate:
         """All samples in shares, on one team."""
         chunk = -(-samples.input_positions // (2 * ranks))
-        entries = replace(
-            samples,
-            input_positions=2 * chunk,
-            inputs=round_up_all(2 * chunk),
-            # Labels are a sample's last positions, and so the first place's, whose last chunk this is, has most.
-            labels=None
-            if samples.labels is None
-            else np.minimum(samples.labels, chunk) + np.maximum(samples.labels - (2 * ranks - 1) * chunk, 0),
-        )
+        labels = samples.labels
+        if labels is not None:  # a sample's last positions: the first place, whose last chunk this is, has most
+            in_first = np.maximum(labels - (2 * ranks - 1) * chunk, 0)
+            labels = np.minimum(labels, chunk) + in_first
+        positions = 2 * chunk
+        entries = replace(samples, input_positions=positions, inputs=round_up_all(positions), labels=labels)
         extras = [
             share_costs(
                 tables,
@@ -241,8 +238,8 @@ def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
         precedents=(),
         piece_costs=np.ascontiguousarray(extras[:, places]),
     )
-    longest_first = OrderedPartitions(order=by_length(entries.inputs, entries.targets))
-    return replace(shared, samples=entries, problem=problem, partitioned=longest_first)
+    order = by_length(entries.inputs, entries.targets)
+    return replace(shared, samples=entries, problem=problem, partitioned=OrderedPartitions(order=order))
 
 
 def _joined(
@@ -277,7 +274,8 @@ def _joined(
     schedules = [schedule for schedule in of_teams.schedules for _ in range(size)]
     if rest is None:
         return shared, replace(of_teams, replicas=replicas, schedules=schedules)
-    entries, rows = len(whole.ids), len(of_teams.members)
+    entries = len(whole.ids)
+    rows = len(of_teams.members)
     costs = _both_costs(of_teams.costs, planned.costs)
     own = [(numbers + rows, schedule) for numbers, schedule in zip(planned.replicas, planned.schedules, strict=True)]
     if others < settings.data_parallel:
@@ -286,7 +284,8 @@ def _joined(
     else:
         pairs = zip_longest(zip(replicas, schedules, strict=True), own)
         both = [_one_after_another(costs, [each for each in pair if each is not None]) for pair in pairs]
-        replicas, schedules = [rows for rows, _ in both], [schedule for _, schedule in both]
+        replicas = [numbers for numbers, _ in both]
+        schedules = [schedule for _, schedule in both]
     return _both(shared, rest), ScheduledBatch(
         members=[*of_teams.members, *(members + entries for members in planned.members)],
         batch_layouts=[*of_teams.batch_layouts, *planned.batch_layouts],
