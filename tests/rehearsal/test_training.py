@@ -175,12 +175,13 @@ LAYOUTS = (
     "gpt 2x2x1, sequence parallel, overlapped, every second divided, Transformer Engine's layers",
     "gpt 2x1x2, overlapped, distributed optimizer, divided, Transformer Engine's layers",
     "gpt 1x2x1, two chunks, slices of 16, recompute mixed, divided, Transformer Engine's layers",
+    "gpt 1x2x2, teams 2, packed, rotary positions, every second divided, Transformer Engine's layers",
     "t5 2x2x1, sequence parallel, every second divided, Transformer Engine's layers",
     "t5 2x1x1, Megatron's attention, relative positions, recompute mixed, Transformer Engine's layers",
     "t5 1x2x1, Megatron's attention, rotary positions, recompute mixed, Transformer Engine's layers",
     "gpt 2x2x1, losses of targets, sequence parallel, every second divided, Transformer Engine's layers",
 )
-DAILY_LAYOUTS = (LAYOUTS[0], LAYOUTS[4])
+DAILY_LAYOUTS = (LAYOUTS[0], LAYOUTS[5])
 BY_LAYOUT = table(*(("with" if row in DAILY_LAYOUTS else "", Row(row)) for row in LAYOUTS))[1::2]
 
 

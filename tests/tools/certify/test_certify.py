@@ -24,6 +24,8 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-z-loss-coeff 0.01 --moe-aux-loss-coeff 0.5"
     " --moe-router-load-balancing-type seq_aux_loss"
 )
+WIDER = "--hidden-size 128 --ffn-hidden-size 512 --global-batch-size 2"
+TEAMS = "--use-distributed-optimizer --dynapipe-context-teams 2"
 TARGETS = "--dynapipe-loss targets"
 T5 = "t5"
 """In place of flags of a GPT: the other family."""
@@ -42,6 +44,7 @@ RIGHT = (
             ("experts", EXPERTS, SHARED, 2),
             ("cut samples", f"{TARGETS} --seq-length 24 --dynapipe-long-samples truncate", STAGES, 3),
             ("losses of targets", TARGETS, f"{TWO} --dynapipe-layers-per-stage 2.5,1.5 --dynapipe-slices 24", 2),
+            ("teams", WIDER, TEAMS, 2),
             ("a T5", T5, f"{TWO} --dynapipe-layers-per-stage 3,1 --dynapipe-layout packed", 4),
         )
     ),
