@@ -179,7 +179,7 @@ def counted_on(limit_bytes: int) -> Iterator[None]:
             raise
         (planned,) = in_mb(limit_bytes)
         short = ExecutionError(
-            f"the device is out of memory, of which plans may use {planned}: {str(error).splitlines()[0]}",
+            f"the device is out of memory; plans may use {planned} of it: {str(error).splitlines()[0]}",
             hint="lower --dynapipe-device-memory-limit by what else holds memory there, or end it; the report compares"
             " what was planned with what was used",
         )

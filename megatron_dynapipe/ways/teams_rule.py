@@ -73,7 +73,9 @@ def _about(stage: StagePlan, rows: Container[int]) -> list[Instruction]:
 
 def _has_larger_teams_first(stage: StagePlan, ranks: Sequence[int]) -> bool:
     """Whether nothing that may wait, a pass or a receive, comes before one of a larger team's."""
-    waiting = [ranks[its.micro_batch] for its in stage.instructions if isinstance(its, Pass | RecvWait)]
+    rows = range(len(ranks))  # of no other one are there passes, which lists are verified for
+    waits = [its.micro_batch for its in stage.instructions if isinstance(its, Pass | RecvWait)]
+    waiting = [ranks[row] for row in waits if row in rows]
     return all(before >= after for before, after in pairwise(waiting))
 
 

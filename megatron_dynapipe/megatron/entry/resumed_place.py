@@ -1,4 +1,4 @@
-"""Where a run goes on: after as many samples as were consumed, in whatever batches, with the costs that it had found.
+"""The place at which a run goes on, after as many samples as were consumed, and the costs that it had found.
 
     batches of 8, then of 16      ├──┼──┼──┼──┼──┼──┤────┼────┼────
     iteration                     0  1  2  3  4  5  6    7    8          place of iteration 6: 48, not 6 × 16
