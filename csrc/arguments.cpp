@@ -96,7 +96,6 @@ Problem problem_of(Keywords given) {
         .in_flight = {in_flight.data(), in_flight.data() + in_flight.size()},
         .replicas = given.get<int64_t>("replicas"),
         .division = static_cast<Division>(given.get<int64_t>("division")),
-        .enough = given.get<int64_t>("enough"),
         .row_multiple = given.get<int64_t>("row_multiple"),
         .chains = given.values<int32_t>("chains"),
         .extras = given.values<int64_t>("extras"),

@@ -33,7 +33,6 @@ import numpy as np
 
 from benchmarks.planning.filling import fastest_filling
 from benchmarks.planning.stage_work import StageWork
-from megatron_dynapipe.choosing.least_work import has_one_stage
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
 from megatron_dynapipe.cli.main import build_parser
@@ -68,7 +67,7 @@ def limits(planner: Planner, batch: GlobalBatch) -> Limits:
     devices = work.everywhere(work.time)
     stages = max(devices, work.best_layer_split(work.time, PRICES[:1]), work.longest_way())
     memory = max(stages, work.best_layer_split(work.fitting_time, PRICES))
-    if has_one_stage(planner):
+    if planner.layout.virtual_stages == 1 and planner.settings.replicas_in_step == 1:
         split = memory = max(memory, work.on_one_stage())
     else:
         split = max(memory, fastest_filling(work))

@@ -1,16 +1,17 @@
 """The least work of a batch's samples over all splits of the modules into stages, by which `limits` bounds plans."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from benchmarks.planning.row_costs import RowCosts
-from megatron_dynapipe.choosing.least_costs import INPUT
+from megatron_dynapipe.choosing.least_costs import BOTH, INPUT
 from megatron_dynapipe.choosing.least_work import LeastWork
 from megatron_dynapipe.core.batch import Samples
-from megatron_dynapipe.core.costs import Floats, Quantity
+from megatron_dynapipe.core.costs import Floats, ModelState, Quantity
 from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.units import BatchLayout
 
 _UNKNOWN = 1e30
 """Above any time and any memory: of a sample that does not fit in a mode."""
@@ -21,6 +22,15 @@ class StageWork(LeastWork):
 
     def __init__(self, planner: Planner, samples: Samples) -> None:
         super().__init__(planner, samples)
+        settings = planner.settings
+        packs = BatchLayout.PACKED in settings.micro_batch_layouts
+        self._derives = packs and any(tables.packed is None for tables in planner.tables)
+        self.rounded_up = (1 + int(self.targets.any())) * (settings.length_multiple - 1) if self._derives else 0
+        self.limit = settings.memory_limit_bytes
+        self.state = np.zeros(len(self.modules) + 1)
+        if settings.model_state_bytes is None:
+            self.state[1:] = self._state(planner.tables[0].state, settings.distributed_optimizer)
+        self._most = self._most_positions(planner.tables[0].kinds)
         self.divides = planner.settings.effective_split_backward != "off"
         self.has_halves = all(tables.division is not None for tables in planner.tables)
         self.links = planner.links
@@ -35,7 +45,53 @@ class StageWork(LeastWork):
     @cached_property
     def fitting_time(self) -> Floats:
         """The same of micro-batches that fit the memory."""
-        return self.times(fitting=True)
+        return self.times(self._most)
+
+    def _most_positions(self, kinds: Sequence[str]) -> list[float]:
+        """Positions of a micro-batch that fits the memory, under every mode, rounded up as its costs are.
+
+        On several stages its modes may differ, so that each stage is taken for one that stores the least.
+        """
+        room = self.stages * self.limit - float(self.state[-1])
+        stored = [mode.by_position(Quantity.STORED) for mode in self._modes]
+        if self.stages > 1:
+            stored = [np.min(stored, axis=0)] * len(stored)
+        modules = [kinds.index(kind) for kind in self.layout.modules]
+        least = [float(each[modules].sum()) for each in stored]
+        return [self.rounded_up + room / bytes_each if bytes_each > 0 else np.inf for bytes_each in least]
+
+    def _state(self, state: ModelState, sharded: bool) -> Floats:
+        """Bytes of model state of the first modules, experts left out, with the embedding."""
+        kinds = self.layout.modules
+        parameters = np.array([state.modules.get(kind, 0) for kind in kinds], np.float64)
+        parameters[[kind == state.expert_kind for kind in kinds]] -= state.expert_bytes
+        parameters[0] += state.embedding_bytes
+        trained = parameters
+        if state.trained is not None:  # all others are frozen: they have neither gradients nor an optimizer
+            trained = np.array([state.trained.get(kind, 0) for kind in kinds], np.float64)
+        times = state.gradient_bytes / 2 + 6 / (self.replicas if sharded else 1)
+        return np.asarray(np.cumsum(parameters + trained * times))
+
+    def on_one_stage(self) -> int:
+        """A replica's part of all work, on one stage and chunk, whose rows have one recompute mode on all modules.
+
+        Let f(p) be that part if no row has more than p positions, and a the least time of a position. Either a plan has
+        a longer row, and takes a · p at least, or it takes f(p), which falls with p. With p = f(q) / a, f(p) is the
+        less of both if q ≤ p: q = the mean positions of a replica, whose time is a · q at least.
+        """
+        position = self._of_kinds(np.stack([mode.by_position(BOTH) for mode in self._modes]).min(axis=0))
+        of_position = float(position[self.modules].sum())
+        if of_position <= 0:
+            return int(self._part(np.inf))
+        mean = float((self.inputs + self.targets) @ self.counts) / self.replicas
+        return int(self._part(max(self._part(mean) / of_position, mean)))
+
+    def _part(self, most: float) -> float:
+        """A replica's part of all work in rows of at most so many positions, which fit the memory."""
+        limits = [min(most + self.rounded_up, limit) for limit in self._most]
+        times = self.times(limits)[:, :, self.modules].sum(axis=2).min(axis=0)
+        total = float(times @ self.counts) / self.replicas - self.rounding
+        return max(total, 0.0) if np.isfinite(total) else 0.0
 
     @cached_property
     def stored(self) -> Floats:

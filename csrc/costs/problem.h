@@ -51,7 +51,6 @@ struct Problem {
     std::vector<int64_t> in_flight;  // [options][stages] micro-batches that a stage holds at once
     int64_t replicas;
     Division division;
-    int64_t enough;        // ns: a plan that takes no longer ends the search
     int64_t row_multiple;  // positions of packed rows are rounded up to it
     std::vector<Precedent> precedents = {};
     // Where samples are cut: a sample of the problem may be a piece of one. The pieces of a chain follow one another.

@@ -58,7 +58,6 @@ private:
     int64_t undivided(const Solution& solution);
     void robustify_policy(ReplicaState& replica);
     void robustify(Solution& solution, int64_t evaluations);
-    bool is_enough(const Solution& solution) const { return solution.slowest() <= problem_.enough; }
     Policy policy(int64_t extra, Rule rule) const;
 
     const Problem& problem_;

@@ -36,7 +36,7 @@ constexpr std::initializer_list<int64_t> kManyExtras{0, 1, 2, 3, 4, 5, 8};
 
 }  // namespace
 
-// Improves the best starts in rounds, each with a part of the evaluations, until one is left or is good enough.
+// Improves the best starts in rounds, each with a part of the evaluations, until one is left.
 void Search::compete(std::vector<Solution>& solutions) {
     struct Round {
         size_t solutions;
@@ -58,9 +58,7 @@ void Search::compete(std::vector<Solution>& solutions) {
         const int64_t share =
             evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
         for (Solution& solution : solutions) {
-            if (is_enough(solutions[0])) return;
             if (share > 0) improve(solution, share);
-            if (is_enough(solution)) std::swap(solution, solutions[0]);
         }
         by_objective(solutions);
         last -= share * static_cast<int64_t>(round->solutions);
@@ -108,7 +106,7 @@ Found Search::improved(std::vector<Solution> solutions) {
     left_ = evaluations;
     compete(solutions);
     Solution& best = solutions[0];
-    const bool searches = evaluations > 0 && !is_enough(best);
+    const bool searches = evaluations > 0;
     for (ReplicaState& replica : best.replicas)  // what recomputes for nothing
         if (searches)
             keep_more(maker_, replica.micro_batches, kKept.evaluations(best.rows() * problem_.chunks()),
@@ -179,7 +177,7 @@ void Search::improve(Solution& best, int64_t evaluations) {
     int64_t objective_then = best_objective;
     evaluator_.keep(current);
     size_t most_kept = maker_.kept() + kMostLeftOver;
-    for (int64_t idle = 0; left_ > until && idle < kMostIdle && !is_enough(best); ++idle) {
+    for (int64_t idle = 0; left_ > until && idle < kMostIdle; ++idle) {
         if (left_ <= next_look) {
             if (objective_then - best_objective < best_objective / kLeastOfWindow) break;
             objective_then = best_objective;
@@ -334,14 +332,13 @@ Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
         return Search(problem, costs, rows.maker, as, evaluations, seed).run(partitions, packed, most);
     };
     Found found = run(problem.division, rows.packed, kUnreachable);
-    if (problem.division == Division::kAuto && evaluations != 0 && found.makespan > problem.enough &&
-        found.gain <= found.makespan / kLeastGain) {
+    if (problem.division == Division::kAuto && evaluations != 0 && found.gain <= found.makespan / kLeastGain) {
         Found whole = run(Division::kOff, rows.packed, found.started + found.started / kLeastGain);
         if (whole.makespan <= found.makespan) found = std::move(whole);
     }
     const int64_t started = found.started;
     for (const Freedom& freedom : less_free(problem)) {
-        if (evaluations != kDefaultEvaluations || found.makespan <= problem.enough || !recomputes(found)) break;
+        if (evaluations != kDefaultEvaluations || !recomputes(found)) break;
         rows.maker.restrict_to(freedom);
         const PackedStarts packed = problem.may_pack ? packed_starts(problem, costs, rows.maker) : PackedStarts();
         Found other = run(problem.division, packed, started + started / kNotFar);

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from megatron_dynapipe.choosing.least_work import enough_ns
 from megatron_dynapipe.core.costs import CostTables, IntArray
 from megatron_dynapipe.core.network import Links
 from megatron_dynapipe.core.planner import Planner
@@ -34,7 +33,6 @@ def planner_with(
         ways=ways_of(settings),
         rules=RULES,
         costs_digest=costs_digest,
-        enough_ns=None if settings.corrections else enough_ns,  # a bound of costs as they are
     )
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_dynapipe.choosing.least_work import LeastWork, has_one_stage
+from megatron_dynapipe.choosing.least_work import LeastWork
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.cli import print_json, say, with_progress
 from megatron_dynapipe.cli.batch_arguments import chosen_batches
@@ -104,14 +104,12 @@ def _planned(planner: Planner, batch: NamedBatch, iteration: int) -> tuple[dict[
 def _limits(planner: Planner, samples: Samples, plan: IterationPlan) -> dict[str, float]:
     """Times in ms that no plan of the batch is faster than; "micro_batches": none of the plan's own.
 
-    "stages" is no more than the work of all "devices" (`benchmarks/planning/limits.py` has what filling them takes).
+    "stages" and "memory" are the work of all "devices" (`benchmarks/planning/limits.py` has what filling them takes).
     """
     work = LeastWork(planner, samples)
     devices = work.everywhere(work.times())
-    fitting = work.on_one_stage() if has_one_stage(planner) else work.everywhere(work.times(fitting=True))
-    memory = devices if planner.settings.context_teams > 1 else max(devices, fitting)  # others bound whole samples
     busy = (sum(e.end_ns - e.start_ns for e in s.predicted) for replica in plan.replicas for s in replica.stages)
-    ladder = {"devices": devices, "stages": devices, "memory": memory, "micro_batches": max(memory, *busy)}
+    ladder = {"devices": devices, "stages": devices, "memory": devices, "micro_batches": max(devices, *busy)}
     return {name: bound / NS_PER_MS for name, bound in ladder.items()}
 
 

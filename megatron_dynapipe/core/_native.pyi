@@ -56,7 +56,6 @@ class BatchProblem:
         corrections: _Ints,
         precedents: Sequence[tuple[int, npt.NDArray[np.int64]]],
         division: int,
-        enough: int,
         row_multiple: int,
     ) -> None: ...
     def partition(

@@ -7,7 +7,7 @@ GlobalBatch ── lengths ──► Samples, BatchProblem ── ways ──►
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,6 @@ class Planner:
         ways: to make micro-batches: those that are tried together, and those to try where these find nothing.
         rules: what plans of these ways have to hold.
         costs_digest: digest of what the tables were made from; a part of every plan's identity.
-        enough_ns: the time of a training plan of these samples that is near what no plan can pass, or 0.
 
     Raises:
         InfeasibleError: a stage's model state alone exceeds the memory limit.
@@ -59,14 +58,12 @@ class Planner:
         ways: Sequence[Sequence[Way]],
         rules: PlanRules,
         costs_digest: str,
-        enough_ns: "Callable[[Planner, Samples], int] | None" = None,
     ) -> None:
         self.settings = settings
         self.tables = tuple(tables)
         self.ways = ways
         self.rules = rules
         self.costs_digest = costs_digest
-        self._enough_ns = enough_ns
         self.layout = settings.layout
         self.links = links
         self._peak_covers_backward = any(tables.peak_covers_backward for tables in self.tables)
@@ -154,11 +151,10 @@ class Planner:
             problem = self.problem(samples, forward_only=forward_only)
             group = self.settings.replicas_in_step
             busy = min(problem.replicas // group, -(-len(samples.ids) // group))  # the other replicas are idle
-            enough = 0 if self._enough_ns is None or forward_only else self._enough_ns(self, samples)
         unfit: InfeasibleError | None = None
         for ways in self.ways:
             with timed(seconds, "partition"):
-                planned = replace(problem, replicas=busy, enough_ns=enough)
+                planned = replace(problem, replicas=busy)
                 candidates = [candidate for way in ways for candidate in way.candidates(samples, planned)]
             with timed(seconds, "schedule"):
                 if (found := best(candidates, self.settings.schedule)) is not None:

@@ -93,7 +93,6 @@ class BatchProblem:
             None where all do.
         label_experts: whether experts are among those.
         every_quantity: whether the core keeps costs of modules with which no stage begins, for other layer splits.
-        enough_ns: a plan that takes no longer is proven, and ends the search; 0 for none.
         corrections, length_multiple, precedents: as in `PlannerSettings`.
     """
 
@@ -120,7 +119,6 @@ class BatchProblem:
     labels: IntArray | None = None
     label_experts: bool = False
     every_quantity: bool = False
-    enough_ns: int = 0
     corrections: tuple[tuple[int, int, int], ...] = ()
     length_multiple: int = LENGTH_MULTIPLE
     precedents: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
@@ -171,7 +169,6 @@ class BatchProblem:
                 chains=_NONE.astype(np.int32) if self.chains is None else self.chains,
                 extras=_NONE if self.piece_costs is None else _with(self.piece_costs, doubled, 2).ravel(),
                 division=SPLIT_BACKWARD[self.split_backward],
-                enough=self.enough_ns,
                 row_multiple=self.length_multiple,
                 precedents=[
                     (over_estimate, np.array(rows, np.int64).reshape(-1, width))
@@ -201,7 +198,8 @@ class BatchProblem:
             modes: as for `costs`, or for every virtual stage: int64[micro-batches, virtual stages].
         """
         modes = np.broadcast_to(modes.reshape(len(members), -1), (len(members), self.layout.virtual_stages))
-        rows, covered = np.zeros((_COSTS, *modes.shape), np.int64), np.ones(len(members), np.bool_)
+        rows = np.zeros((_COSTS, *modes.shape), np.int64)
+        covered = np.ones(len(members), np.bool_)
         for mode in np.unique(modes).tolist():
             is_mode = modes == mode
             under = np.flatnonzero(is_mode.any(axis=1))

@@ -112,8 +112,8 @@ class Way(Protocol):
 def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Candidate, ScheduledBatch] | None:
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
-    Two are searched: the default, and the other one that is ahead where searches start, if there is one. The default
-    is left out if the other's schedule is as fast as any can be, the other if the default follows a precedent.
+    Two are searched: the default, and the other one that is ahead where searches start, if there is one. The
+    other one is left out if the default follows a precedent.
 
     Raises:
         StallError: every order of one that is searched stalls.
@@ -134,8 +134,6 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
         if found is None or takes < least:
             found = candidate, scheduled
             least = takes
-        if takes <= candidate.problem.enough_ns:
-            break
     return found
 
 

@@ -134,7 +134,7 @@ class Teams:
         if count == len(order):
             return [replace(team, spread=lambda planned: join(None, planned))]
         rest = _at(samples, np.sort(order[count:]))
-        left = replace(problem_of(problem, rest), replicas=min(others, len(rest.ids)), enough_ns=0)
+        left = replace(problem_of(problem, rest), replicas=min(others, len(rest.ids)))
         is_after = others == self._settings.data_parallel
         proposed = self._candidates(rest, left, size // 2) if is_after else self._proposed(rest, left)
         if problem.layout.stages == 1:  # on one stage pieces save memory alone, and what is left fits whole
@@ -233,7 +233,6 @@ def _part(shared: Candidate, places: IntArray, teams: int) -> Candidate:
     problem = replace(
         problem_of(shared.problem, entries),
         replicas=teams,
-        enough_ns=0,
         batch_layouts=(BatchLayout.PACKED,),
         precedents=(),
         piece_costs=np.ascontiguousarray(extras[:, places]),

@@ -63,7 +63,6 @@ def good() -> dict[str, Any]:
         "receive_ahead": -1,
         "ordered_starts": False,
         "division": 0,
-        "enough": 0,
         "row_multiple": 8,
     }
 

@@ -1,4 +1,4 @@
-"""The bound of plans of one stage, against all plans of small batches, and searches that end at it."""
+"""The bound of plans of one stage, against all plans of small batches."""
 
 from dataclasses import replace
 from functools import cache
@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynapipe.choosing.least_work import PROVEN, LeastWork, enough_ns
+from benchmarks.planning.stage_work import StageWork
 from megatron_dynapipe.choosing.planners import planner_of
 from megatron_dynapipe.core.batch import Samples
 from megatron_dynapipe.core.errors import InfeasibleError
-from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
-from tests.core.planner_cases import KERNEL_RATES, batch, batch_of, cost_model, of_padded_costs, planner
+from tests.core.planner_cases import KERNEL_RATES, batch_of, cost_model, of_padded_costs, planner
 from tests.core.planner_cases import settings as settings_of
 
 _ONE_STAGE = {"pipeline_parallel": 1, "data_parallel": 2, "slices": "off"}
@@ -75,7 +74,7 @@ def test_no_rows_of_one_stage_are_faster_than_their_bound(family, pairs, memory,
         return
     samples = made.samples(lengths)
     least = fastest(made, samples)
-    assert least is None or LeastWork(made, samples).on_one_stage() <= least
+    assert least is None or StageWork(made, samples).on_one_stage() <= least
 
 
 @pytest.mark.parametrize("overhead_us", [10.0, 30.0, 100.0])
@@ -87,7 +86,7 @@ def test_short_rows_that_are_derived_from_padded_costs_are_priced_as_rounded_up(
     made = of_padded_costs(planner_of(chosen, cost_model(ModelFamily.GPT, rates=rates)))
     samples = made.samples(batch_of(*[(length, 0) for length in lengths]))
     least = fastest(made, samples)
-    assert least is not None and LeastWork(made, samples).on_one_stage() <= least
+    assert least is not None and StageWork(made, samples).on_one_stage() <= least
 
 
 def test_a_replica_of_one_row_is_bounded_by_rows_of_that_length() -> None:
@@ -96,50 +95,8 @@ def test_a_replica_of_one_row_is_bounded_by_rows_of_that_length() -> None:
         ModelFamily.GPT, micro_batch_layouts=(BatchLayout.PACKED,), recompute=(Recompute.NONE,), **_ONE_STAGE
     )
     samples = made.samples(batch_of(*[(64, 0)] * 4))
-    work = LeastWork(made, samples)
+    work = StageWork(made, samples)
     bound = work.on_one_stage()
     least = fastest(made, samples)
     assert least is not None
-    assert work.everywhere(work.times(fitting=True)) < bound <= least < 1.05 * bound
-
-
-def ending_at(share: float, *, evaluations: int | None = None) -> Planner:
-    """A planner of one stage whose searches end at a part of what is enough."""
-    chosen = settings_of(
-        ModelFamily.GPT,
-        micro_batch_layouts=(BatchLayout.PACKED,),
-        schedule=ScheduleSettings(search_evaluations=evaluations),
-        **_ONE_STAGE,
-    )
-    made = planner_of(chosen, cost_model(ModelFamily.GPT))
-    made._enough_ns = lambda made, samples: int(share * enough_ns(made, samples))
-    return made
-
-
-def test_a_search_ends_at_a_proven_plan_and_only_there() -> None:
-    samples = batch(ModelFamily.GPT, 60)
-    searched = ending_at(0).plan(samples, 0)
-    begun = ending_at(0, evaluations=0).plan(samples, 0)
-    ended = ending_at(10).plan(samples, 0)
-    assert searched.totals.predicted_ns < begun.totals.predicted_ns
-    assert ended.totals.predicted_ns == begun.totals.predicted_ns
-    assert ending_at(0.5).plan(samples, 0) == searched
-
-
-def test_a_plan_that_ends_its_search_is_within_the_bound() -> None:
-    made = ending_at(1)
-    samples = batch(ModelFamily.GPT, 60)
-    plan = made.plan(samples, 0)
-    assert plan.totals.predicted_ns <= enough_ns(made, made.samples(samples))
-    bound = LeastWork(made, made.samples(samples)).on_one_stage()
-    assert bound <= plan.totals.predicted_ns <= (1 + PROVEN) * bound
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"data_parallel": 1}, {"pipeline_parallel": 2}, {"data_parallel": 4, "replicas_in_step": 2}],
-    ids=["one replica", "two stages", "in step"],
-)
-def test_other_searches_have_no_bound_to_end_at(changes) -> None:
-    made = planner(ModelFamily.GPT, micro_batch_layouts=(BatchLayout.PACKED,), **(_ONE_STAGE | changes))
-    assert enough_ns(made, made.samples(batch(ModelFamily.GPT, 20))) == 0
+    assert work.everywhere(work.fitting_time) < bound <= least < 1.05 * bound
