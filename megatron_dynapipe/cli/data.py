@@ -115,7 +115,7 @@ def _prepare(args: argparse.Namespace) -> None:
         mixture = plain_mixture(tuple(args.files))
         source = ", ".join(Path(path).name for path in args.files)
     flags = {name: getattr(args, name) for name in PrepareSettings.__dataclass_fields__ if name in args}
-    choices: dict[str, Any] = {
+    choices: dict[str, object] = {
         "bad_rows": BadRows(args.bad_rows),
         "long_samples": LongSamples(args.long_samples),
         "truncate": TruncationSide(args.truncate),

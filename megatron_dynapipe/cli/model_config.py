@@ -240,7 +240,7 @@ def read_model(path: Path) -> ModelFile:
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _loaded(path: Path) -> dict[str, object]:
     """The mapping that a file holds; raises ConfigError."""
     try:
         loaded = load_yaml(path)  # JSON is YAML

@@ -155,7 +155,7 @@ def _replicas(plan: IterationPlan, layers_per_stage: tuple[float, ...]) -> list[
     return replicas
 
 
-def _micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
+def _micro_batch(micro_batch: MicroBatch) -> dict[str, object]:
     """A row of samples for each padded sample; a packed micro-batch has one row of all, and says so.
 
     A piece is [sample, start, end], in positions; a share is [ranks, place] in its team.
@@ -165,7 +165,7 @@ def _micro_batch(micro_batch: MicroBatch) -> dict[str, Any]:
         entry["share"] = list(micro_batch.share)
     if micro_batch.layout is BatchLayout.PADDED:
         return {"samples": list(micro_batch.sample_ids)} | entry
-    row: list[Any] = list(micro_batch.sample_ids)
+    row: list[object] = list(micro_batch.sample_ids)
     for at, piece in cut_entries(micro_batch):
         row[at] = [row[at], *piece]
     return {"samples": [row]} | entry | {"layout": micro_batch.layout}

@@ -119,7 +119,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def exported(
     args: argparse.Namespace, settings: PlannerSettings, cost_model: CostModel, batches: Sequence[GlobalBatch]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The part of a report that `--export` asks for, printed unless all of it is JSON; empty without."""
     if args.export is None:
         return {}

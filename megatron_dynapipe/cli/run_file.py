@@ -80,7 +80,7 @@ def _say(line: str, about: object) -> None:
         print(line, file=sys.stderr)
 
 
-def _planning_flags(path: Path) -> dict[str, Any]:
+def _planning_flags(path: Path) -> dict[str, object]:
     """The run file's flags that say what plans choose among."""
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, argument_default=argparse.SUPPRESS)
     add_planning_flags(parser, TRAINING)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -86,7 +85,7 @@ class Planner:
         is_given = not self.settings.transfers.are_plain or rules == self.settings.transfers
         return self if is_given else self.changed(transfers=rules)
 
-    def changed(self, **changes: Any) -> "Planner":
+    def changed(self, **changes: object) -> "Planner":
         """A planner of other settings that leave costs, ways and state as they are."""
         other = copy.copy(self)
         other.settings = msgspec.structs.replace(self.settings, **changes)

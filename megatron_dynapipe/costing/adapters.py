@@ -7,7 +7,7 @@ DoRA scales every output by a trained magnitude, over the norm of its row of W +
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -82,7 +82,7 @@ def described(adapters: Adapters | None) -> str:
     return f"{adapters.kind} adapters of width {adapters.dim}{dropped} on {', '.join(adapters.linears)}"
 
 
-def _names(peft: Mapping[str, Any], key: str) -> Sequence[str]:
+def _names(peft: Mapping[str, object], key: str) -> Sequence[str]:
     names = peft.get(key) or ()
     if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"expected a list of names as {key} of peft, got {names!r:.60}")

@@ -92,7 +92,7 @@ def measured_flags(recipe: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def model_of(recipe: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def model_of(recipe: Mapping[str, object]) -> Mapping[str, object] | None:
     """The model of a recipe's saved YAML, its newer form's two parts as one; None of another mapping."""
     model = recipe.get("model")
     if not isinstance(model, Mapping) or not str(model.get("_target_", "")).startswith("megatron.bridge."):

@@ -30,7 +30,7 @@ def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def gathering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+def gathering_uneven(original: Callable[..., object]) -> Callable[..., object]:
     """Makes a stub: gathers rows by an exchange if ranks have different numbers of them, as gloo gathers equal ones."""
 
     @functools.wraps(original)
@@ -46,7 +46,7 @@ def gathering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-def scattering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+def scattering_uneven(original: Callable[..., object]) -> Callable[..., object]:
     """Makes a stub: the reverse of `gathering_uneven`, which adds up what all ranks have of a rank's rows."""
 
     @functools.wraps(original)
@@ -132,12 +132,12 @@ def device_properties(device: object = None) -> types.SimpleNamespace:
     )
 
 
-def always(value: Any) -> Callable[[Any], Any]:
+def always(value: object) -> Callable[[object], object]:
     """Makes a stub: `value`, whatever the original was."""
     return lambda original: value
 
 
-def returning(value: Any) -> Callable[[Any], Any]:
+def returning(value: object) -> Callable[[object], object]:
     """Makes a stub: a function that returns `value`, whatever its arguments."""
     return lambda original: lambda *args, **kwargs: value
 
@@ -153,11 +153,11 @@ def as_cpu(device: Any) -> Any:
     return device
 
 
-def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def on_cpu(original: Callable[..., object]) -> Callable[..., object]:
     """`original` (a factory of tensors), whose `device` argument may name a CUDA device and means the CPU."""
 
     @functools.wraps(original)
-    def factory(*args: object, **kwargs: object) -> Any:
+    def factory(*args: object, **kwargs: object) -> object:
         if kwargs.get("device") is not None:
             kwargs["device"] = as_cpu(kwargs["device"])
         return original(*args, **kwargs)
@@ -165,14 +165,14 @@ def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return factory
 
 
-def moving_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def moving_to_cpu(original: Callable[..., object]) -> Callable[..., object]:
     """`Tensor.to` or `Module.to`, for which every CUDA device is the CPU.
 
     A first argument that is a device index is one too; other positional arguments are types, tensors and switches.
     """
 
     @functools.wraps(original)
-    def to(self: Any, *args: object, **kwargs: object) -> Any:
+    def to(self: object, *args: object, **kwargs: object) -> object:
         if args:
             args = (as_cpu(args[0]), *args[1:])
         if kwargs.get("device") is not None:
@@ -182,17 +182,17 @@ def moving_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def staying(original: Callable[..., Any]) -> Callable[..., Any]:
+def staying(original: Callable[..., object]) -> Callable[..., object]:
     """`Tensor.cuda`, `Module.cuda` or `Tensor.pin_memory`: hand the object back as it is."""
 
     @functools.wraps(original)
-    def stay(self: Any, *args: object, **kwargs: object) -> Any:
+    def stay(self: object, *args: object, **kwargs: object) -> object:
         return self
 
     return stay
 
 
-def naming_cuda_types(original: Callable[..., Any]) -> Callable[..., Any]:
+def naming_cuda_types(original: Callable[..., object]) -> Callable[..., object]:
     """`Tensor.type`, which says `torch.cuda.FloatTensor` where the CPU's is `torch.FloatTensor`."""
 
     @functools.wraps(original)
@@ -203,7 +203,7 @@ def naming_cuda_types(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def compile_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+def compile_nothing(original: Callable[..., object]) -> Callable[..., object]:
     """`torch.compile`, as a decorator with or without arguments, that leaves the function as it is."""
 
     @functools.wraps(original)

@@ -48,7 +48,7 @@ class Pad:
         self._values = values
         self._mask = mask
 
-    def __call__(self, samples: Sequence[Any], length: int) -> Any:
+    def __call__(self, samples: Sequence[object], length: int) -> object:
         """Rows of samples; raises DataError where one is longer."""
         entries = [_entries(sample) for sample in samples]
         batch = {key: self._rows([entry[key] for entry in entries], key, length) for key in entries[0]}
@@ -70,13 +70,13 @@ class Pad:
         return rows
 
 
-def _entries(sample: Any) -> dict[Any, Any]:
+def _entries(sample: object) -> dict[object, object]:
     if isinstance(sample, Mapping):
         return dict(sample)
     return dict(enumerate(sample if isinstance(sample, tuple | list) else (sample,)))
 
 
-def _positions(sample: Any) -> int:
+def _positions(sample: object) -> int:
     """Positions of a sample: the first dimension of its first tensor that has one."""
     for value in _entries(sample).values():
         if isinstance(value, torch.Tensor) and value.dim():

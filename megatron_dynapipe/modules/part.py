@@ -67,7 +67,7 @@ class Variants:
         self._stages = stages
         self._resolve = resolve
         self._known: dict[Kind, list[_Variant]] = {}
-        self._specializations: OrderedDict[tuple[Kind, Any], Specialization] = OrderedDict()
+        self._specializations: OrderedDict[tuple[Kind, object], Specialization] = OrderedDict()
 
     def add(self, kind: Kind, split: SplitTrace) -> None:
         """Use a division for the batches for which it holds."""

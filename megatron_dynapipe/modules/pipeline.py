@@ -116,7 +116,7 @@ class Pipeline:
         precision: str = "fp32",
         max_norm: float | None = None,
         schedule: str = "1f1b",
-        tensor_shapes: Any = None,
+        tensor_shapes: object = None,
         loss_scale: GradScaler | None = None,
         timeout_s: float = 300.0,
     ) -> None:
@@ -138,7 +138,7 @@ class Pipeline:
         self._schedule = schedule
         self._scale = None if self.loss_scale is None else LossScale(self.loss_scale)
         self._steps = 0
-        self._filled: tuple[Any, Sequence[Instruction], StagePlan] | None = None
+        self._filled: tuple[object, Sequence[Instruction], StagePlan] | None = None
         self.norm: float | None = None
         self.trace: Trace | None = None
         ranks = part.ranks
@@ -242,7 +242,7 @@ class Pipeline:
             count = -(-batch_rows(named) // self._micro_batch_size)
         return split_batch(named, count), None
 
-    def _named(self, micro_batches: Sequence[Any]) -> Sequence[Batch]:
+    def _named(self, micro_batches: Sequence[object]) -> Sequence[Batch]:
         return [self.part.inputs.name(batch) for batch in micro_batches]
 
     def _train(self, work: Callable[[], StepWork], *, keep_outputs: bool) -> StepResult:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import msgspec
 import torch
@@ -30,7 +29,7 @@ _REPEATS = 5
 
 def profile_module(
     model: nn.Module,
-    get_batch: Callable[[int, int], Any],
+    get_batch: Callable[[int, int], object],
     sizes: Sequence[int],
     lengths: Sequence[int],
     *,

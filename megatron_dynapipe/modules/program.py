@@ -126,7 +126,7 @@ class StageFunction:
 
     def run(
         self, received: Sequence[torch.Tensor], batch: Mapping[str, Any], sizes: Sequence[Any], device: torch.device
-    ) -> Any:
+    ) -> object:
         """Run the stage on what it received, the batch and values of the trace's `sizes`; what it sends, or returns."""
         values: dict[fx.Node, Any] = dict(zip(self._received, received, strict=True))
         values |= zip(self._inputs, (batch, sizes, device), strict=True)

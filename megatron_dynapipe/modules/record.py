@@ -99,7 +99,7 @@ class Domain:
         values = tuple(bound[symbol] for symbol in self._symbols)
         return values if all(self._holds(values)) else None
 
-    def evaluator(self, expressions: Sequence[Any]) -> Evaluate:
+    def evaluator(self, expressions: Sequence[object]) -> Evaluate:
         """The function from the symbols' values to the values of expressions over them, and of plain numbers."""
         symbols = self._symbols
 
@@ -111,7 +111,7 @@ class Domain:
         return values_of
 
 
-def _value(expression: Any, known: Mapping[sympy.Symbol, int]) -> Any:
+def _value(expression: object, known: Mapping[sympy.Symbol, int]) -> object:
     """The number, or the truth, of an expression; of a plain number itself."""
     if isinstance(expression, sympy.Basic):
         expression = sympy_interp(PythonReferenceAnalysis, dict(known), expression)
@@ -222,7 +222,9 @@ class ForwardRecorder(TorchFunctionMode):
             self._record(func, *self._encoded(args, kwargs), args[0] if mutates else output)
         return output
 
-    def call_module(self, name: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(
+        self, name: str, run: Callable[[], object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Run a whole module and record the call."""
         self._check_autocast()
         leaves, spec = self._encoded(args, kwargs)
@@ -291,7 +293,7 @@ class ForwardRecorder(TorchFunctionMode):
         leaves, spec = tree_flatten(values)
         return [self._encode(leaf) for leaf in leaves], spec
 
-    def _encode(self, value: Any) -> Any:
+    def _encode(self, value: object) -> object:
         match value:
             case torch.Tensor():
                 return self._encode_tensor(value)
@@ -359,7 +361,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _access(node: fx.Node, key: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _access(node: fx.Node, key: object) -> tuple[Callable[..., object], tuple[object, ...]]:
     """How to reach a part of what a node returned."""
     match key:
         case SequenceKey():

@@ -37,7 +37,7 @@ class Structure(msgspec.Struct, frozen=True):
     leaves: tuple[TensorMeta | bool | int | float | str | None, ...]
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: object) -> Self:
         """Describe what a stage returns; raises ConfigError for values that cannot cross a boundary."""
         leaves, spec = tree_flatten(_plain(value))
         return cls(treespec_dumps(spec), tuple(map(_leaf, leaves)))
@@ -60,7 +60,7 @@ class Structure(msgspec.Struct, frozen=True):
         return [leaf for leaf in tree_leaves(_plain(value)) if isinstance(leaf, torch.Tensor)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value whose tuples, lists and dicts are of Python's own types."""
     match value:
         case tuple():

@@ -28,7 +28,7 @@ Initialise = Callable[[nn.Module], None]
 
 def split_model(
     model: nn.Module,
-    example_batch: Any,
+    example_batch: object,
     *,
     split_points: Sequence[str] | None = None,
     stages: int | None = None,

@@ -72,7 +72,7 @@ class Stage(Part):
     def __init__(
         self,
         module: nn.Module,
-        example_batch: Any,
+        example_batch: object,
         *,
         replicas: int = 1,
         labels: Sequence[str] = LABELS,
@@ -158,7 +158,7 @@ class Stage(Part):
         tensors: Sequence[torch.Tensor],
         batch: Batch,
         device: torch.device,
-    ) -> Any:
+    ) -> object:
         first = () if received is None or not self.stage else (received.fill(tensors),)
         output = self._module[0](*first, **self._entries(batch))
         return output if sent is None or self.stage == self.stages - 1 else sent.flatten(output)

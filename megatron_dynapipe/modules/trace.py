@@ -71,7 +71,7 @@ class ReadAttributes:
     def _values(self, model: nn.Module) -> list[Any]:
         return [_plain(_value(model, name, attribute)) for name, attribute in self._reads]
 
-    def _copy(self, value: Any, holder: nn.Module, attribute: str) -> None:
+    def _copy(self, value: object, holder: nn.Module, attribute: str) -> None:
         if isinstance(changes := _plain(value), dict) and hasattr(value, "__dict__"):
             vars(getattr(holder, attribute)).update(changes)
         else:
@@ -318,7 +318,7 @@ class _Calls(contextlib.AbstractContextManager[None]):
 
     def _of(
         self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         name = self._names.get(module)
         if name is None or self._recorder.inside:
             return _output(module, original, args, kwargs)

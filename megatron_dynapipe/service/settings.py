@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -110,7 +110,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return dict(_flat("", parts))
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _flat(f"{prefix}.{name}" if prefix else str(name), part)

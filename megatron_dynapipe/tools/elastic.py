@@ -179,7 +179,7 @@ def _take_notices() -> None:
 
     received = DistributedSignalHandler.signals_received
 
-    def signals_received(handler: DistributedSignalHandler) -> Any:
+    def signals_received(handler: DistributedSignalHandler) -> object:
         global _has_notice
         notices = received(handler)
         _has_notice = _has_notice or any(notices)

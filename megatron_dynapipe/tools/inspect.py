@@ -87,7 +87,7 @@ def length_statistics(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
     return {"mean": round(float(lengths.mean()), 2), "p50": p50, "p90": p90, "p99": p99, "max": int(lengths.max())}
 
 
-def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = None) -> dict[str, Any]:
+def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = None) -> dict[str, object]:
     """Statistics of a split of a dataset folder, `dynapipe-data-stats/1`; a task without samples in it is left out.
 
     A task's share is of the samples that training draws, after mixing; its tokens are the inputs' and targets'. With
@@ -104,7 +104,7 @@ def dataset_statistics(folder: Path, split: str, *, longer_than: int | None = No
     task_ids = task_ids_of(folder, split, len(lengths), meta)
     rates = meta.rates if split == "train" else {}
 
-    def row(task: str, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    def row(task: str, chosen: npt.NDArray[np.bool_]) -> dict[str, object]:
         samples = int(chosen.sum())
         share = 1.0 if task == "total" else rates.get(task, 0.0) if rates else samples / len(lengths)
         inputs = lengths.input[chosen]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -47,7 +46,7 @@ def settings_of(
     *,
     memory_mb: float,
     layout: BatchLayout,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
 ) -> PlannerSettings:
     """The settings of one replica's plans, from built models; every rank calls it.
 

@@ -56,18 +56,18 @@ _SHARED = ("compile_helpers", "get_write_results_queue", "async_loop")
 
 
 def replacements(
-    schedule: Callable[..., Any], before_model: Callable[[Any], None], close: Callable[[], None]
+    schedule: Callable[..., object], before_model: Callable[[object], None], close: Callable[[], None]
 ) -> tuple[Replacement, ...]:
     """The replacements while a run trains: of a schedule function, what comes before the model, and what closes it."""
 
-    def planning(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def planning(factory: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(factory)
-        def get_forward_backward_func(*_arguments: object, **_keywords: object) -> Callable[..., Any]:
+        def get_forward_backward_func(*_arguments: object, **_keywords: object) -> Callable[..., object]:
             return schedule
 
         return get_forward_backward_func
 
-    def laying_out(build: Callable[..., Any]) -> Callable[..., Any]:
+    def laying_out(build: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(build)
         def build_distributed_model(config: Any, pg_collection: Any) -> Any:
             before_model(pg_collection)
@@ -75,7 +75,7 @@ def replacements(
 
         return build_distributed_model
 
-    def closing(destroy: Callable[..., Any]) -> Callable[..., Any]:
+    def closing(destroy: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(destroy)
         def destroy_process_group(*arguments: object, **keywords: object) -> Any:
             close()

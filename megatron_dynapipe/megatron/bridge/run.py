@@ -96,7 +96,7 @@ class Recipe(Host):
         assert self._data is not None, "Bridge has asked for its datasets"
         return self._data
 
-    def read_samples(self, context: Any) -> None:
+    def read_samples(self, context: object) -> None:
         """See that there is a dataset folder, once Bridge's process groups exist.
 
         Raises:
@@ -114,7 +114,7 @@ class Recipe(Host):
         with before_weights(self._config.model, mark_sinks), self._laid_out(pg_collection):
             yield
 
-    def _laid_out(self, pg_collection: Any) -> AbstractContextManager[None]:
+    def _laid_out(self, pg_collection: object) -> AbstractContextManager[None]:
         config = self._config
         if not self._chooses_layers or of_model(config).pipeline_model_parallel_size == 1:
             return nullcontext()
@@ -224,11 +224,11 @@ class PlannedRecipe(Run):
     host: Recipe
     _is_closed = False
 
-    def before_model(self, pg_collection: Any) -> None:
+    def before_model(self, pg_collection: object) -> None:
         """Lay the model out that Bridge builds next, until the run is closed."""
         self._resources.enter_context(self.host.layout(pg_collection))
 
-    def datasets(self, context: Any) -> tuple[Items, Items | None, Items | None]:
+    def datasets(self, context: object) -> tuple[Items, Items | None, Items | None]:
         """The iterators of the three splits, for Bridge, which asks for them once its process groups exist.
 
         Raises:

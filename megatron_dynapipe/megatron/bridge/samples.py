@@ -57,7 +57,7 @@ def context_of(config: "ConfigContainer", pg_collection: Any) -> Any:
     return DatasetBuildContext(*counts, tokenizer=build_tokenizer(config.tokenizer), pg_collection=pg_collection)
 
 
-def digest(dataset: Any, tokenizer: Any, counts: Sequence[int]) -> str:
+def digest(dataset: object, tokenizer: object, counts: Sequence[int]) -> str:
     """What samples depend on, as a name: what the recipe says of them and its tokenizer, and how many it asks for."""
     text = json.dumps(
         [dataset, tokenizer, *counts], default=lambda value: getattr(value, "__dict__", str(value)), sort_keys=True

@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -139,7 +139,7 @@ def _check_timers(args: argparse.Namespace, *, on_cpu: bool) -> None:
         )
 
 
-def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
+def dataset_provider(stock: Callable[..., object]) -> Callable[..., object]:
     """The provider of datasets for `pretrain`: a planned run's iterators, else the entry script's own provider."""
     from megatron.training import get_args, training
 
@@ -160,7 +160,7 @@ def dataset_provider(stock: Callable[..., Any]) -> Callable[..., Any]:
     _run = run
     atexit.register(_close, SystemExit(1))
 
-    def datasets(samples: Any, vp_stage: int | None = None) -> Any:
+    def datasets(samples: object, vp_stage: int | None = None) -> object:
         with reported():
             return run.datasets(samples, vp_stage)
 

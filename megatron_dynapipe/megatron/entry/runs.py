@@ -65,7 +65,7 @@ def planned(family: ModelFamily | str, fit: command_line.Fit | None = None) -> I
 
 def planned_run(
     family: ModelFamily, fit: command_line.Fit | None = None, *, run_type: type[ScriptRun] = ScriptRun
-) -> tuple[ScriptRun, dict[str, Any]]:
+) -> tuple[ScriptRun, dict[str, object]]:
     """The run, which gives the schedule, and what Megatron's `pretrain` takes; as `planned`."""
     clock = StartClock()
     args, config, flags = _checked(family, fit, clock)
@@ -94,7 +94,7 @@ def planned_run(
     return run, arguments | ranks | {"model_provider": provider}
 
 
-def _with_hooks(build: Callable[..., Any], hooks: Sequence[Callable[[list[Any]], list[Any]]]) -> Any:
+def _with_hooks(build: Callable[..., object], hooks: Sequence[Callable[[list[object]], list[object]]]) -> object:
     """A model provider, and what is done with each chunk that it has built."""
 
     def provide(**stage: object) -> Any:

@@ -193,7 +193,7 @@ class ScriptRun(Run):
         self._modules += chunks
         return chunks
 
-    def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    def datasets(self, _samples: object, vp_stage: int | None = None) -> tuple[object, object, object]:
         """Megatron's dataset provider for `--dataloader-type external`: the iterators of the three splits.
 
         Chunks of a rank share them; the schedule takes one item per iteration, whatever their number.

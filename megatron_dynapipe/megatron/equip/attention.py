@@ -157,7 +157,7 @@ def _is_causal(keywords: dict[str, Any]) -> bool:
     return keywords.get("attn_mask_type") not in (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
-def _in_thd(row: PackedRow, keywords: dict[str, Any]) -> dict[str, Any]:
+def _in_thd(row: PackedRow, keywords: dict[str, object]) -> dict[str, object]:
     """A row in Transformer Engine's format, and its mask: of pieces from the bottom right.
 
     Megatron's enumeration has no such mask for this format; its layer hands on the name alone.
@@ -173,7 +173,7 @@ def _in_thd(row: PackedRow, keywords: dict[str, Any]) -> dict[str, Any]:
     return {"packed_seq_params": row_in_thd, "attn_mask_type": mask}
 
 
-def _mask_name(row: PackedRow, keywords: dict[str, Any]) -> str:
+def _mask_name(row: PackedRow, keywords: dict[str, object]) -> str:
     return "padding" + "_causal" * _is_causal(keywords) + "_bottom_right" * row.has_prefix
 
 
@@ -196,7 +196,7 @@ class SdpaRowsCore(RowsCore):
         return attend(query, key, value, None, packed_seq_params=row, **keywords)
 
 
-def equip_attention(chunks: Sequence[nn.Module], channel: Channel) -> list[Any]:
+def equip_attention(chunks: Sequence[nn.Module], channel: Channel) -> list[object]:
     """Have every core attention of model chunks take packed rows and pieces; the modules."""
     cores = list(cores_of(chunks))
     for core, attention in cores:

@@ -99,7 +99,7 @@ def _drop_halves(block: Any) -> None:
         _drop(block.layers[-1], MLP)
 
 
-def modules_held(chunk: Any) -> int:
+def modules_held(chunk: object) -> int:
     """The attentions and MLPs of a built chunk; a layer of a HybridModel is one of the two."""
     (inner,) = unwrap_model([chunk])
     if isinstance(inner, HybridModel):
@@ -108,7 +108,7 @@ def modules_held(chunk: Any) -> int:
     return sum(not isinstance(part, IdentityOp) for part in parts)
 
 
-def modules_per_stage(models: Sequence[Any], control: ControlGroup) -> ModuleSplit:
+def modules_per_stage(models: Sequence[object], control: ControlGroup) -> ModuleSplit:
     """Attentions and MLPs of every virtual stage in model order, counted in the models of all ranks."""
     place = parallel_state.get_pipeline_model_parallel_rank()
     counts = [modules_held(model) for model in models]
@@ -131,7 +131,7 @@ def _drop(layer: Any, modules: Any) -> None:
         layer.recompute_input_layernorm = False
 
 
-def _reading(from_str: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(from_str: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(from_str)
     def read(layout: str, pipeline_model_parallel_size: int) -> Any:
         modules = modules_of_text(layout)

@@ -102,7 +102,7 @@ def _name_of(parser: argparse.ArgumentParser) -> Callable[[str], str]:
     return known
 
 
-def _add_data_flags(add: Callable[..., Any]) -> None:
+def _add_data_flags(add: Callable[..., object]) -> None:
     add("--dynapipe-data", type=Path, help="dataset folder, made by `megatron-dynapipe data`")
     add(
         "--tokens-per-global-batch",
@@ -144,7 +144,7 @@ def _add_data_flags(add: Callable[..., Any]) -> None:
     )
 
 
-def _add_cost_flags(add: Callable[..., Any]) -> None:
+def _add_cost_flags(add: Callable[..., object]) -> None:
     add("--dynapipe-cost-model", type=Path, help="cost model file (default: measured, see --dynapipe-calibrate)")
     add(
         "--dynapipe-calibrate",
@@ -169,7 +169,7 @@ def _add_cost_flags(add: Callable[..., Any]) -> None:
     )
 
 
-def _add_model_flags(add: Callable[..., Any]) -> None:
+def _add_model_flags(add: Callable[..., object]) -> None:
     add(
         "--dynapipe-attention",
         choices=("auto", "megatron", "sdpa"),
@@ -192,7 +192,7 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
     )
 
 
-def _add_run_flags(add: Callable[..., Any]) -> None:
+def _add_run_flags(add: Callable[..., object]) -> None:
     add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
     add(
         "--dynapipe-planner-cores",

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dynapipe.costing.pattern import without_stages
 
@@ -118,7 +118,7 @@ def _changed(config: "TransformerConfig") -> Iterator[tuple[str, str]]:
             yield field.name, _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """The same in every process: functions by their names, not their addresses."""
     if isinstance(value, functools.partial):
         return f"{_text(value.func)} {', '.join(f'{name}={value}' for name, value in value.keywords.items())}"

@@ -212,6 +212,6 @@ def add_planning_flags(
     parser.set_defaults(**defaults)
 
 
-def defaults() -> dict[str, Any]:
+def defaults() -> dict[str, object]:
     """What the table's flags are where nobody gives them, by destination."""
     return {name.replace("-", "_"): keywords.get("default") for name, (_, keywords) in _TABLE.items()}

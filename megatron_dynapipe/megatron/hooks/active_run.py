@@ -46,10 +46,10 @@ class PlannedRun(Protocol):
         """None before the run has started."""
 
     @property
-    def forward_backward(self) -> Callable[..., Any]:
+    def forward_backward(self) -> Callable[..., object]:
         """Megatron's schedule function: runs one planned iteration."""
 
-    def evaluation(self, data_iterator: Any) -> int:
+    def evaluation(self, data_iterator: object) -> int:
         """Batches of an evaluation on the split of an iterator."""
 
 
@@ -84,7 +84,7 @@ def _log() -> IterationLog | None:
     return None if _run is None else _run.log
 
 
-def schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
+def schedule(stock: Callable[..., object]) -> Callable[..., object]:
     """The schedule function that `train` and `evaluate` call: the active run's, else Megatron's own."""
     return stock if _run is None else _run.forward_backward
 
@@ -124,7 +124,7 @@ def flops(count: float) -> float:
     return count if (log := _log()) is None else log.flops(count)
 
 
-def evaluation(data_iterator: Any, batches: int | None) -> int | None:
+def evaluation(data_iterator: object, batches: int | None) -> int | None:
     """Batches of an evaluation: the active run's, else as given."""
     return batches if _run is None else _run.evaluation(data_iterator)
 

@@ -111,7 +111,7 @@ def _passes(rows: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], int]:
 
 
 @functools.cache
-def _compiled() -> tuple[Callable[..., Any], ...]:
+def _compiled() -> tuple[Callable[..., object], ...]:
     """For any number of rows: plans change it in every pass."""
     functions = row_sums, put_exponentials
     return tuple(torch.compile(function, dynamic=True) for function in functions)

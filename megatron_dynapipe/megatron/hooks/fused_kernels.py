@@ -68,7 +68,7 @@ def _product_adds_up(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def fuse_adam(optimizer: Any) -> None:
+def fuse_adam(optimizer: object) -> None:
     """Let PyTorch's Adam inside one of Megatron's optimizers, or several, run as one kernel; leave others alone."""
     for part in getattr(optimizer, "chained_optimizers", (optimizer,)):
         inner = getattr(part, "optimizer", None)
@@ -103,7 +103,7 @@ def install(originals: Originals) -> None:
 
     for owner in holders(FACTORY, original):
         originals.replace(owner, FACTORY, fused)
-    parallel: Any = importlib.import_module(PARALLEL)
+    parallel: object = importlib.import_module(PARALLEL)
     originals.replace(parallel, ENTROPY, _in_two_passes(getattr(parallel, ENTROPY)))
     layers = importlib.import_module(LINEAR)
     if not getattr(layers, AVAILABLE):

@@ -36,7 +36,7 @@ class Originals:
     """Names that are replaced, with what stood there; empty while none is."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, str, Any]] = []
+        self._held: list[tuple[object, str, object]] = []
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -67,7 +67,7 @@ class Originals:
                 setattr(owner, name, original)
 
 
-def holders(name: str, original: Any) -> list[Any]:
+def holders(name: str, original: object) -> list[object]:
     """The modules that hold an object under this name: where it is defined, or imported by value."""
     modules = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
     return [module for module in modules if vars(module).get(name) is original]

@@ -15,7 +15,7 @@ from megatron_dynapipe.megatron.hooks import fused_kernels, gloo_reductions
 from megatron_dynapipe.megatron.hooks.originals import Originals, Replacement
 
 
-def with_padding(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
+def with_padding(sharded_state: Callable[..., object]) -> Callable[..., object]:
     """`sharded_param_state_fully_reshardable` that finds every parameter's state.
 
     The original gathers the state without the padding after each bucket, then looks for parameters at their places with

@@ -35,7 +35,7 @@ def _planning(factory: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
-def _stepping(train_step: Callable[..., Any]) -> Callable[..., Any]:
+def _stepping(train_step: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(train_step)
     def step(*arguments: object, **keywords: object) -> Any:
         from megatron.training import get_args
@@ -73,7 +73,7 @@ def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     return planned_evaluation
 
 
-def _logging(training_log: Callable[..., Any]) -> Callable[..., Any]:
+def _logging(training_log: Callable[..., object]) -> Callable[..., object]:
     """Have a line of the run follow Megatron's, and the first iteration of a start end an interval of its own.
 
     Megatron counts the first iteration, which has a line, in the next line again.
@@ -97,7 +97,7 @@ def _logging(training_log: Callable[..., Any]) -> Callable[..., Any]:
     return log
 
 
-def _shaping(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any]:
+def _shaping(get_batch_on_this_tp_rank: Callable[..., object]) -> Callable[..., object]:
     """Ranks that receive a batch allocate it by the shape that they are told, and each knows the plan's."""
     signature = inspect.signature(get_batch_on_this_tp_rank)
 
@@ -114,7 +114,7 @@ def _shaping(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any
 _SHAPE = ("micro_batch_size", "seq_length")
 
 
-def _reading(get_batch_on_this_tp_rank: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(get_batch_on_this_tp_rank: Callable[..., object]) -> Callable[..., object]:
     """The original takes all tensors on every stage and broadcasts them in the shape of flags; ranks have their own."""
 
     @functools.wraps(get_batch_on_this_tp_rank)
@@ -130,12 +130,12 @@ def _compiling(compile_helpers: Callable[..., None]) -> Callable[..., None]:
     return compile_helpers if makefile.is_file() else lambda: None
 
 
-def _ending_with_its_rank(get_write_results_queue: Callable[..., Any]) -> Callable[..., Any]:
+def _ending_with_its_rank(get_write_results_queue: Callable[..., object]) -> Callable[..., object]:
     """Have the process that holds the queue end with this rank, however it ends; Megatron's would stay for ever."""
-    queues: list[Any] = []
+    queues: list[object] = []
 
     @functools.wraps(get_write_results_queue)
-    def results_queue(mp_mode: str = "spawn") -> Any:
+    def results_queue(mp_mode: str = "spawn") -> object:
         if not queues:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
             manager.start(set_parent_death_signal, (signal.SIGKILL,))

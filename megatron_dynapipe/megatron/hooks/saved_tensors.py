@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 
-def without_strides(load_tensors_metadata: Callable[..., Any]) -> Callable[..., Any]:
+def without_strides(load_tensors_metadata: Callable[..., object]) -> Callable[..., object]:
     """`load_tensors_metadata` that is not told of strides, which no tensor's place in a checkpoint depends on."""
 
     @functools.wraps(load_tensors_metadata)

@@ -35,15 +35,15 @@ class UnreadTokenizer:
         self.vocab_size = vocab_size
         self._read = functools.cache(read)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "_read" or name.startswith("__"):  # copying looks for these before there is anything to read
             raise AttributeError(name)
         return getattr(self._read(), name)
 
 
-def _reading_later(build_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
+def _reading_later(build_tokenizer: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(build_tokenizer)
-    def build(args: argparse.Namespace, **keywords: object) -> Any:
+    def build(args: argparse.Namespace, **keywords: object) -> object:
         if not _is_of_dataset(args):
             return build_tokenizer(args, **keywords)
         tokens = read_meta(args.dynapipe_data).vocabulary_size

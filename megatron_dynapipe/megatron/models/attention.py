@@ -13,7 +13,6 @@ shapes change all the time.
 import contextlib
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -193,11 +192,11 @@ class SdpaCoreAttention(MegatronModule):
             query.device, query.size(2), dropout=self.training and self.dropout > 0
         )
 
-    def _randomness(self) -> contextlib.AbstractContextManager[Any]:
+    def _randomness(self) -> contextlib.AbstractContextManager[object]:
         """Heads on different tensor-parallel ranks drop different weights, as in Megatron."""
         if not self.training or not self.dropout or self.config.sequence_parallel:
             return contextlib.nullcontext()
-        tracker: contextlib.AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+        tracker: contextlib.AbstractContextManager[object] = get_cuda_rng_tracker().fork()
         return tracker
 
 

@@ -43,7 +43,7 @@ class _Call:
     sums_input_gradient: bool
     gathers_input: bool
     group: Any
-    gradient_group: Any
+    gradient_group: object
 
 
 @dataclass(slots=True, eq=False)

@@ -180,7 +180,7 @@ class CrossRows:
         attention: Any = layer.cross_attention
         attention.register_forward_pre_hook(self._give, with_kwargs=True)
 
-    def _take(self, _layer: nn.Module, _arguments: Any, keywords: Mapping[str, Any]) -> None:
+    def _take(self, _layer: nn.Module, _arguments: object, keywords: Mapping[str, object]) -> None:
         row = keywords.get("packed_seq_params")
         self._row = row.cross if isinstance(row, AttentionRows) else None
 

@@ -38,7 +38,7 @@ class T5Stack(TransformerBlock):
         config: TransformerConfig,
         *,
         layer: ModuleSpec,
-        layer_norm: Any,
+        layer_norm: object,
         modules: range,
         depth: int,
         pg_collection: ProcessGroupCollection,
@@ -74,7 +74,7 @@ class T5Stack(TransformerBlock):
         return output
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
         """Checkpoint entries under the layers' indices in the whole stack, so that any split can load them.
 

@@ -203,7 +203,7 @@ class T5Stage(LanguageModule):
         return None if causal else torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -math.inf)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
         """Checkpoint entries that any split of the same model can load; shared weights are saved by the first stage."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -176,7 +176,7 @@ def only(half: Half, part: MeasuredModule) -> Iterator[None]:
             _put(layer, name, value)
 
 
-def _put(layer: TransformerLayer, name: str, value: Any) -> None:
+def _put(layer: TransformerLayer, name: str, value: object) -> None:
     delattr(layer, name)  # a function takes a module's place
     setattr(layer, name, value)
 

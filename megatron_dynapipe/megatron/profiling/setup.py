@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,7 +114,7 @@ def prepared(
     device = _start(args, world)
     originals = Originals()
     try:
-        groups: dict[str, Any] = {name: getattr(args, name) for name in _GROUP_SIZES}
+        groups: dict[str, object] = {name: getattr(args, name) for name in _GROUP_SIZES}
         t5_layout = None
         if family is ModelFamily.T5:
             t5_layout = layer_split.t5_layout(args)

@@ -226,7 +226,7 @@ class Run:
         self._evaluated[split] += 1
         return self.log.add_evaluation(split, losses)
 
-    def evaluation(self, data_iterator: Any) -> int:
+    def evaluation(self, data_iterator: object) -> int:
         """Batches of an evaluation on the split of an iterator."""
         return self._batches(split_of(data_iterator))
 

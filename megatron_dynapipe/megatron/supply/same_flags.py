@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_dynapipe.core.errors import ConfigError
 
@@ -62,7 +62,7 @@ def comparable(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """The same in every process: no addresses."""
     if value is None or isinstance(value, bool):
         return _GIVEN if value else _ABSENT

@@ -101,7 +101,7 @@ def frozen_of(models: Sequence[nn.Module]) -> dict[str, int]:
     }
 
 
-def steps_of(models: Sequence[nn.Module], optimizer: Any, before: Sequence[Part]) -> dict[str, list[Part]]:
+def steps_of(models: Sequence[nn.Module], optimizer: object, before: Sequence[Part]) -> dict[str, list[Part]]:
     """What steps have made of this rank's parameters: how far each has moved, and the optimizer's means of gradients.
 
     Args:

@@ -106,7 +106,7 @@ class Certified:
         originals = Originals()
         originals.install(relied_on.shared())
 
-        def datasets(context: DatasetBuildContext) -> tuple[Any, Any, Any]:
+        def datasets(context: DatasetBuildContext) -> tuple[object, object, object]:
             run.datasets(context)  # where they are the recipe's own, their folder is written
             split = splits_of(config, run.host.long_samples, run.host.data, int(self.role != BEGIN))[0]
             return map(self._tell_routers, single_rows(run.host.data, split)), None, None

@@ -70,7 +70,7 @@ class ReferenceRun(ScriptRun):
     samples = 0
 
     @override
-    def datasets(self, _samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    def datasets(self, _samples: object, vp_stage: int | None = None) -> tuple[object, object, object]:
         """Numbers of iterations; samples are read where they are used."""
         config = self.host.config
         split = config.inputs.splits[0]

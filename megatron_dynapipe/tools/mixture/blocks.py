@@ -232,9 +232,9 @@ def _csv_blocks(path: Path, file: BinaryIO, raw: BinaryIO) -> Iterator[Block]:
         yield rows_as_block(rows, str(path), first, raw.tell())
 
 
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet(path: Path) -> Iterator[object]:
     """Tables of about `BLOCK_BYTES`, of few rows at a time: a small file may hold one long text for all of them."""
-    waiting: list[Any] = []
+    waiting: list[object] = []
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_ROWS_UNPACKED):
             waiting.append(batch)
@@ -256,7 +256,7 @@ def _plain_bytes(table: Any) -> int:
     return size
 
 
-def _arrow(path: Path) -> Iterator[Any]:
+def _arrow(path: Path) -> Iterator[object]:
     with pa.memory_map(str(path)) as source:
         try:
             reader = pa.ipc.open_stream(source)

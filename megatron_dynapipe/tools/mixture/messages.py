@@ -69,8 +69,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     answers: list[int]
     others: int = 0
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
 
     def from_turn(self, first: int) -> "Conversation":
         """The same without the messages before one; the system's stay."""
@@ -131,7 +131,7 @@ def thought_of(message: Message) -> str:
     return next((message[key] for key in THOUGHTS if isinstance(message.get(key), str)), "")
 
 
-def objects(value: Any, name: str) -> list[dict[str, Any]]:
+def objects(value: object, name: str) -> list[dict[str, object]]:
     """A list of objects; it, or each of them, may be JSON text. Raises RowError if it is no such list."""
     try:
         if isinstance(value, str):
@@ -160,7 +160,7 @@ def _with_system(conversation: Conversation, system: Any) -> Conversation:
     return replace(conversation, messages=messages, answers=[at + 1 for at in conversation.answers])
 
 
-def _message(at: int, row: dict[str, Any], roles: Mapping[str, str]) -> Message:
+def _message(at: int, row: dict[str, object], roles: Mapping[str, str]) -> Message:
     message = {key: value for key, value in row.items() if value is not None}
     if is_sharegpt := "role" not in message and "from" in message:
         message = {{"from": "role", "value": CONTENT}.get(key, key): value for key, value in message.items()}

@@ -20,7 +20,7 @@ import datetime
 import enum
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import yaml
@@ -116,7 +116,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     empty_thoughts: bool = False
     roles: dict[str, _Name] = {}
     system: _Name | None = None
-    template_arguments: dict[str, Any] = {}
+    template_arguments: dict[str, object] = {}
     strip_newlines: bool = False
     weight: float = 1.0
     limit: _Positive | None = None
@@ -222,7 +222,7 @@ def read_mixture(path: Path) -> Mixture:
         ConfigError: it is not of this form; the message names the task or the field.
     """
     try:
-        content: Any = load_yaml(path)
+        content: object = load_yaml(path)
     except OSError as error:
         raise DataError(f"{path}: cannot read it: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError, MemoryError, OverflowError) as error:

@@ -140,7 +140,7 @@ def with_marks(messages: Sequence[Message]) -> list[Message]:
     return marked
 
 
-def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
+def _leaves(value: object) -> Iterator[tuple[str, ...]]:
     """The keys and values of arguments, each as templates may write it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -54,7 +54,7 @@ class Rendering:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None, date: datetime.date | None, variables: Mapping[str, Any]
+        self, tokenizer: Tokenizer, template: str | None, date: datetime.date | None, variables: Mapping[str, object]
     ) -> None:
         own = getattr(tokenizer, "chat_template", None)
         if template is None and not own:
@@ -72,7 +72,7 @@ class Rendering:
         self._render = render_jinja_template
         self._tokenizer = tokenizer
         self._template = template
-        self._special: dict[str, Any] = tokenizer.special_tokens_map
+        self._special: dict[str, object] = tokenizer.special_tokens_map
         self._variables = variables
         self.date = date or DATE
         self.source = functools.cache(self._source)

@@ -69,7 +69,7 @@ def check_ids(path: Path) -> None:
         OSError: it cannot be read.
     """
     try:
-        content = msgspec.json.decode(read_bounded(path), type=dict[str, Any])
+        content = msgspec.json.decode(read_bounded(path), type=dict[str, object])
         model = msgspec.convert(content.get("model"), dict[str, Any])
         msgspec.convert(model.get("vocab", []), _Vocabulary)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

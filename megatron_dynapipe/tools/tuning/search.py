@@ -15,7 +15,6 @@ import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -135,7 +134,7 @@ class _Rivals:
         evaluations = evaluations_of(every, cost_model, self._batches, rates)
         self._of = {name: [one.under(theirs) for one in evaluations] for name, theirs in rivals.items()}
 
-    def best(self, workers: Workers, *, on: Mapping[str, Any] | None = None) -> dict[str, TunedLayout]:
+    def best(self, workers: Workers, *, on: Mapping[str, object] | None = None) -> dict[str, TunedLayout]:
         """Each way's best layout, of all or of some sizes; layouts without a plan are left out."""
         found = {}
         for name, every in self._of.items():
