@@ -100,7 +100,7 @@ def _rivals(
     cost_model: CostModel,
     batch: NamedBatch,
     batches: Sequence[NamedBatch],
-) -> dict[str, dict[str, object]]:
+) -> dict[str, dict[str, Any]]:
     """Other trainers' rows, in the fastest of the pipelines that the arguments leave open: what is named is fixed."""
     pipelines = [base]
     if isinstance(args.layers_per_stage, str):
@@ -122,7 +122,7 @@ def _predict(
     return {"error": None, **msgspec.structs.asdict(prediction)}
 
 
-def _table(name: str, methods: dict[str, dict[str, object]]) -> str:
+def _table(name: str, methods: dict[str, dict[str, Any]]) -> str:
     """A table of one batch, and a line for each reason why methods have no plan."""
     lines = [name, _TABLE.format(*_COLUMNS)]
     reasons: dict[str, list[str]] = {}
@@ -145,7 +145,7 @@ def _table(name: str, methods: dict[str, dict[str, object]]) -> str:
     return "\n".join([*lines, *(f"  no plan under {', '.join(who)}: {why}" for why, who in reasons.items())])
 
 
-def geometric_means(entries: Sequence[dict[str, object]]) -> dict[str, dict[str, dict[str, float]]]:
+def geometric_means(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Every method's tokens/s over every other's: the geometric mean over the batches that both can run."""
     methods = list(entries[0]["methods"]) if entries else []
     over: dict[str, dict[str, dict[str, float]]] = {method: {"geomean_over": {}} for method in methods}
