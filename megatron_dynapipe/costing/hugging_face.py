@@ -63,7 +63,7 @@ def megatron_flags(config: Mapping[str, Any]) -> Flags:
         readers: Mapping[str, Callable[[Mapping[str, Any], Flags], Flags]]
         readers = {"gpt2": _gpt2, **dict.fromkeys(T5_LIKE, _t5)}
         flags |= readers.get(kind, _llama)(config, flags) | {"vocab-size": size(config, "vocab_size")}
-        flags |= {"attention-dropout": 0.0, "hidden-dropout": 0.0, "transformer-impl": "local"}
+        flags |= {"attention-dropout": 0.0, "hidden-dropout": 0.0}
     return {name: value for name, value in flags.items() if value is not None and value is not False}
 
 

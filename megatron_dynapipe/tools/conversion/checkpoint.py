@@ -37,6 +37,7 @@ def whole_model(flags: Flags, family: ModelFamily, vocabulary: int, dtype: torch
         ConfigError: Megatron refuses the flags.
     """
     arguments = [argument for name, value in flags.items() for argument in _as_arguments(name, value)]
+    arguments += ["--transformer-impl", "local"]  # on a CPU; checkpoints are the same for all layers
     arguments += {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
     try:
         with prepared(arguments, family, vocabulary=vocabulary) as setup:
