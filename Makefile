@@ -4,6 +4,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-run demo demo-gpt test test-full test-upstream test-bridge test-oldest check claims docs clean
 
+# Tests and runs start many processes: what one has compiled, the others load.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 # Files of tests side by side, so that what a file's tests share is made once, in the order of tests/conftest.py.
