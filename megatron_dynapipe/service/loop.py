@@ -137,8 +137,8 @@ class PlannerLoop:
             waiting = [(split, iteration) for split in self._splits for iteration in split.unplanned]
             waiting.sort(key=lambda pair: pair[1] - pair[0].progress)
             if not waiting:
-                self._say_gain()
                 self._prepare()
+                self._say_gain()
                 self._await_training()
             else:
                 self._plan(waiting[: self._settings.cores])
@@ -202,7 +202,8 @@ class PlannerLoop:
             _, data = self._store.wait_any([self._keys.correction(number)], timeout_s=_LOOK_S, what="a correction")
             self._corrections.append(msgspec.json.decode(data, type=Correction))
         for split in self._splits:
-            split.look_ahead = max(split.look_ahead, progress.get(self._keys.ahead, 0))
+            if split.trains:
+                split.look_ahead = max(split.look_ahead, progress.get(self._keys.ahead, 0))
             reached = progress.get(topics[split.name], 0)
             if reached > split.progress:
                 split.progress = reached
@@ -250,7 +251,7 @@ class PlannerLoop:
         self._doing = f"waiting for training: {places}"
         self._check_idle()
         goals = {self._keys.progress(split.name): split.progress + 1 for split in self._splits}
-        goals[self._keys.ahead] = self._splits[0].look_ahead + 1
+        goals[self._keys.ahead] = max(split.look_ahead for split in self._splits) + 1
         left_s = self._moved + self._settings.idle_timeout_s - time.monotonic()
         try:
             self._store.wait_progress(goals, timeout_s=max(min(_LOOK_S, left_s), 0.001), what="training to go on")

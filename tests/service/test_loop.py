@@ -129,6 +129,14 @@ def test_all_planners_are_as_far_ahead_as_the_first_plan_s_time_asks_for(setting
     assert sum(said in text for text in caplog.messages) == 1
 
 
+def test_evaluations_are_planned_no_further_ahead(settings, source) -> None:
+    job, store = settings(look_ahead=None), MemoryStore()
+    planner = PlannerLoop(job, source, store)  # type: ignore[arg-type]
+    store.announce(job.keys.ahead, 50)
+    planner._look()
+    assert [split.look_ahead for split in planner._splits] == [50, 8]
+
+
 def test_as_many_iterations_are_planned_at_once_as_there_are_cores_and_published_in_order(settings, store) -> None:
     job = only_train(settings(look_ahead=100, cores=3), iterations=6)
     met = threading.Barrier(3)
