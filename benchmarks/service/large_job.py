@@ -1,6 +1,7 @@
 """A job of 1,024 ranks without its training: planners, a real server, and processes that fetch as its ranks would.
 
     python -m benchmarks.service.large_job [--iterations 60] [--seconds 10] [--planners 1] [--readers 16]
+    python -m benchmarks.service.large_job --simulate [--iterations 200] [--seconds 0.14] [--planners 512] [--plans 4]
 
 32 replicas × 16 stages × 2 tensor ranks, 8,192 samples (about 4 million tokens) an iteration of 10 s. Each reader
 process plays 64 ranks: for each it fetches and decodes the plan of the iteration after the next, at a moment of the
@@ -8,6 +9,11 @@ iteration's first fifth, as stages of a pipeline begin one after another. A fetc
 is counted. Planners are the real processes. Prints the fetches' latencies after the warm-up (the iterations of the
 look-ahead), how many waited, and per iteration the bytes, the processor time and the cores that it takes; exit status 1
 where p99 is above 50 ms or a rank waited.
+
+With `--simulate` 4,096 ranks, 256 replicas × 8 stages × 2 tensor ranks on 512 nodes, train the same samples on H100s by
+a simulated clock. The plans are made and encoded by the real planner, as many as `--plans`, in addition to the first
+and the three that plans follow; the others take the same processor times in turn. Every node plans on one core.
+Printed are when the first iterations begin, how many of the others waited for a plan, and how many cores planned.
 """
 
 import argparse
@@ -21,18 +27,22 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
 
 from megatron_dynapipe.core.settings import PlannerSettings
-from megatron_dynapipe.core.units import ModelFamily
-from megatron_dynapipe.costing import A100_RATES, ModelShape, model_of_layers
+from megatron_dynapipe.core.units import BatchLayout, ModelFamily
+from megatron_dynapipe.costing import A100_RATES, DeviceRates, ModelShape, model_of_layers
+from megatron_dynapipe.costing.devices import rates_of
 from megatron_dynapipe.data.writing import write_index
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, PlannerProcess, ServiceSettings, SplitSettings
-from megatron_dynapipe.service.settings import decode_settings, encode_settings
+from megatron_dynapipe.service.loop import look_ahead
+from megatron_dynapipe.service.planned_splits import FOLLOWED, PlannedSplits
+from megatron_dynapipe.service.settings import LEAST_AHEAD, decode_settings, encode_settings
 from megatron_dynapipe.store import StoreAddress, StoreServer, new_job_name, open_store
 from megatron_dynapipe.store.codec import decode_entry
 
@@ -56,8 +66,15 @@ def write_lengths(folder: Path, *, samples: int, mean: int) -> None:
         file.truncate(2 * int(lengths.sum()))
 
 
-def service_settings(store: StoreAddress, folder: Path, planners: int) -> ServiceSettings:
-    """A job of a GPT of 6.7B's layers."""
+def service_settings(
+    store: StoreAddress,
+    folder: Path,
+    planners: int,
+    layout: tuple[int, int, int] = (REPLICAS, TENSOR, STAGES),
+    rates: DeviceRates = A100_RATES,
+    **choices: Any,
+) -> ServiceSettings:
+    """A job of a GPT of 6.7B's layers, whose plans choose among `choices`."""
     sampler = SamplerSettings(family=ModelFamily.GPT, seed=1, samples_per_iteration=SAMPLES, max_input_length=LONGEST)
     shape = ModelShape(
         family=ModelFamily.GPT, hidden=HIDDEN, heads=32, kv_channels=128, ffn=4 * HIDDEN, vocabulary=32_000
@@ -65,17 +82,18 @@ def service_settings(store: StoreAddress, folder: Path, planners: int) -> Servic
     planner = PlannerSettings(
         model=model_of_layers(ModelFamily.GPT, LAYERS),
         hidden_size=HIDDEN,
-        data_parallel=REPLICAS,
-        tensor_parallel=TENSOR,
-        pipeline_parallel=STAGES,
+        data_parallel=layout[0],
+        tensor_parallel=layout[1],
+        pipeline_parallel=layout[2],
         memory_limit_bytes=60_000 * 1_000_000,
         distributed_optimizer=True,
+        **choices,
     )
     inputs = PlanInputs(
         data_folder=str(folder),
         splits=(SplitSettings(name="train", sampler=sampler),),
         planner=planner,
-        costs=AnalyticCosts(shape=shape, rates=A100_RATES, max_size=256, max_length=LONGEST),
+        costs=AnalyticCosts(shape=shape, rates=rates, max_size=256, max_length=LONGEST),
     )
     return ServiceSettings(
         store=store, job=new_job_name(), settings_digest=inputs.digest(), inputs=inputs, retention_s=None,
@@ -117,11 +135,18 @@ def train(settings: ServiceSettings, began: float, iterations: int, seconds: flo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--planners", type=int, default=1)
+    parser.add_argument("--iterations", type=int)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--planners", type=int)
     parser.add_argument("--readers", type=int, default=16)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--plans", type=int, default=4)
     options = parser.parse_args()
+    defaults = (200, 0.14, 512) if options.simulate else (60, 10.0, 1)
+    for name, value in zip(("iterations", "seconds", "planners"), defaults, strict=True):
+        setattr(options, name, getattr(options, name) or value)
+    if options.simulate:
+        return simulate(options)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_lengths(folder, samples=60_000, mean=512)
@@ -148,7 +173,59 @@ def main() -> int:
         print(f"{cores:.2f} cores; two cores do for iterations of {least_s:.1f} s or more")
         print(f"server: {sum(child.cpu_times()[:2]) / options.iterations * 1e3:.0f} ms per iteration, ", end="")
         print(f"{child.memory_info().rss / 1e6:.0f} MB; an iteration's plans: {size / 1e6:.1f} MB")
-    return report(fetches, settings.look_ahead)
+    return report(fetches, LEAST_AHEAD)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Time real plans, and follow all nodes' planners and training by a clock of their own; the exit status."""
+    rates = rates_of("NVIDIA H100 80GB HBM3")
+    assert rates is not None, "the device is known"
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_lengths(Path(folder), samples=60_000, mean=512)
+        nowhere = StoreAddress("redis://127.0.0.1:1")
+        every: dict[str, Any] = {"micro_batch_layouts": tuple(BatchLayout), "split_backward": "auto", "slices": "auto"}
+        settings = service_settings(nowhere, Path(folder), options.planners, (256, 2, 8), rates, **every)
+        planned = PlannedSplits(settings.inputs)
+        for iteration in (0, None, *range(FOLLOWED, FOLLOWED + options.plans)):
+            began = time.process_time()
+            if iteration is None:
+                planned.following("train", None)
+            else:
+                planned.entries("train", iteration)
+            times.append(time.process_time() - began)
+            print(f"{'what plans follow' if iteration is None else f'plan {iteration}'}: {times[-1]:.1f} s", flush=True)
+    first_s, follow_s, *plans_s = times
+    ahead = look_ahead(planned.needed)
+    print(f"{planned.needed:.1f} cores are needed by the first plan, so {ahead} iterations are planned ahead")
+    waits, spans = clock(options, ahead, first_s, follow_s, plans_s)
+    most = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
+    mean = sum(plans_s) / len(plans_s) / options.seconds
+    late = {iteration: f"{wait:.1f} s before iteration {iteration}" for iteration, wait in enumerate(waits) if wait > 0}
+    print(f"waits: {', '.join(late.values())}; {mean:.0f} cores keep up, {most} of {options.planners} at most planned")
+    return 1 if max(late) > FOLLOWED else 0
+
+
+def clock(
+    options: argparse.Namespace, ahead: int, first_s: float, follow_s: float, plans_s: Sequence[float]
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """How long training waits before each iteration, and when each is planned, from a start at which all planners are
+    ready: idle ones first plan what they follow, and iterations are planned once training is `ahead` before them.
+    """
+    free_s = [0.0 if planner < FOLLOWED else follow_s for planner in range(options.planners)]
+    begins: list[float] = []
+    waits, spans = [], []
+    for iteration in range(options.iterations):
+        planner = iteration % options.planners
+        is_open = 0.0 if iteration <= LEAST_AHEAD else spans[0][1] if iteration <= ahead else begins[iteration - ahead]
+        begin = max(is_open, free_s[planner])
+        end = begin + (first_s if iteration < FOLLOWED else plans_s[iteration % len(plans_s)])
+        free_s[planner] = end + follow_s * (iteration < FOLLOWED <= iteration + options.planners)
+        spans.append((begin, end))
+        due = begins[-1] + options.seconds if begins else 0.0
+        begins.append(max(due, end))
+        waits.append(max(end - due, 0.0))
+    return waits, spans
 
 
 def play(settings: ServiceSettings, began: float, options: argparse.Namespace) -> list[Fetch]:

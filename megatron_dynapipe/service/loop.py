@@ -10,6 +10,7 @@ where it is late (`source`).
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from megatron_dynapipe.core.errors import DynaPipeError, StoreError, StoreFullEr
 from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.over_rows import ComparedSplits
-from megatron_dynapipe.service.settings import ServiceSettings, SplitSettings
+from megatron_dynapipe.service.settings import LEAST_AHEAD, ServiceSettings, SplitSettings
 from megatron_dynapipe.store import Store
 
 logger = logging.getLogger(__name__)
@@ -33,37 +34,45 @@ type Entry = tuple[int, int, bytes]
 """(replica, stage, the encoded part of the plan)."""
 
 
+def look_ahead(needed: float) -> int:
+    """How many iterations to plan ahead where so many cores keep up: a plan may take twice as long as the first one."""
+    return max(LEAST_AHEAD, LEAST_AHEAD // 2 + math.ceil(2 * needed))
+
+
 class SplitWindow:
     """How far one split is, as one planner knows it.
 
     Attributes:
         trains: whether it is trained on, not evaluated.
+        first: the iteration that this start begins with.
         progress: the iteration in training.
+        look_ahead: how many iterations beyond it are planned.
         published: iterations that this planner has published and not deleted.
     """
 
     def __init__(self, split: SplitSettings, settings: ServiceSettings) -> None:
         self.name = split.name
         self.trains = split.evaluation is None
-        self.progress = split.first_iteration
+        self.progress = self.first = split.first_iteration
+        self.look_ahead = settings.look_ahead or LEAST_AHEAD
         self.published: set[int] = set()
         self._settings = settings
-        self._end = None if split.iterations is None else split.first_iteration + split.iterations
+        self._end = None if split.iterations is None else self.first + split.iterations
+
+    @property
+    def reach(self) -> int:
+        """The first iteration that is not to be planned yet."""
+        return self.progress + self.look_ahead + 1
 
     @property
     def unplanned(self) -> list[int]:
         """Iterations of this planner from the one in training on that are not published."""
-        planner = self._settings.planner
-        planners = self._settings.planners
-        end = self.progress + self._settings.look_ahead + 1
-        window = range(self.progress, end if self._end is None else min(end, self._end))
-        return [i for i in window if i % planners == planner and i not in self.published]
+        return [i for i in self._own(self.progress) if i not in self.published]
 
     @property
     def is_planned(self) -> bool:
         """Whether nothing is left to plan, now or later."""
-        reach = self.progress + self._settings.look_ahead + 1
-        return self._end is not None and self._end <= reach and not self.unplanned
+        return self._end is not None and self._end <= self.reach and not self.unplanned
 
     @property
     def published_or_begun(self) -> set[int]:
@@ -71,11 +80,13 @@ class SplitWindow:
 
         A store that was out of reach has hidden what became of them, and an end may come between two keys.
         """
-        planner = self._settings.planner
+        return self.published.union(self._own(max(self.progress - self._settings.keep_behind, 0)))
+
+    def _own(self, first: int) -> range:
+        """Iterations of this planner, from one on, as far as it may plan."""
+        end = self.reach if self._end is None else min(self.reach, self._end)
         planners = self._settings.planners
-        first = max(self.progress - self._settings.keep_behind, 0)
-        window = range(first, self.progress + self._settings.look_ahead + 1)
-        return self.published | {i for i in window if i % planners == planner}
+        return range(first + (self._settings.planner - first) % planners, end, planners)
 
     def left_behind(self) -> list[int]:
         """Published iterations that training has left behind; they are not named again."""
@@ -96,6 +107,7 @@ class PlannerLoop:
         self._corrections: list[Correction] = []
         self._pool = ThreadPoolExecutor(settings.cores, thread_name_prefix="planner")
         self._doing = "starting"
+        self._pace = ""
         self._has_said = False
         self._moved = time.monotonic()
 
@@ -125,6 +137,7 @@ class PlannerLoop:
             waiting = [(split, iteration) for split in self._splits for iteration in split.unplanned]
             waiting.sort(key=lambda pair: pair[1] - pair[0].progress)
             if not waiting:
+                self._prepare()
                 self._say_gain()
                 self._await_training()
             else:
@@ -142,6 +155,13 @@ class PlannerLoop:
             time.sleep(_LOOK_S)
         return False
 
+    def _prepare(self) -> None:
+        """Plan what the next plans follow, before these are asked for."""
+        self._doing = "planning what later plans follow"
+        for split in self._splits:
+            if split.trains:
+                self._source.following(split.name, self._correction(split, split.reach))
+
     def _say_gain(self) -> None:
         """Once, when a run's first plans are published: what they gain over packed rows."""
         if self._has_said or self._settings.planner:
@@ -152,7 +172,7 @@ class PlannerLoop:
             gain = self._source.over_rows()
         except DynaPipeError as error:
             gain = f"plans cannot be compared with packed rows: {error}"
-        self._store.put_all([(self._keys.gain, gain.encode())])
+        self._store.put_all([(self._keys.gain, f"{self._pace}\n{gain}".strip().encode())])
         if gain:
             logger.info("%s", gain)
 
@@ -167,7 +187,7 @@ class PlannerLoop:
         if self._settings.planner == 0:
             known = range(1, len(self._corrections) + 1)
             keys += [self._keys.corrections, *map(self._keys.correction, known)]
-            keys += [self._keys.gain, *(self._keys.progress(split.name) for split in self._splits)]
+            keys += [self._keys.ahead, self._keys.gain, *(self._keys.progress(split.name) for split in self._splits)]
         try:
             self._store.delete(keys)
         except StoreError as error:
@@ -177,11 +197,13 @@ class PlannerLoop:
         """Read how far training is; delete what it has left behind."""
         self._doing = "looking for where training is"
         topics = {split.name: self._keys.progress(split.name) for split in self._splits}
-        progress = self._store.read_progress([*topics.values(), self._keys.corrections])
+        progress = self._store.read_progress([*topics.values(), self._keys.corrections, self._keys.ahead])
         for number in range(len(self._corrections) + 1, progress.get(self._keys.corrections, 0) + 1):
             _, data = self._store.wait_any([self._keys.correction(number)], timeout_s=_LOOK_S, what="a correction")
             self._corrections.append(msgspec.json.decode(data, type=Correction))
         for split in self._splits:
+            if split.trains:
+                split.look_ahead = max(split.look_ahead, progress.get(self._keys.ahead, 0))
             reached = progress.get(topics[split.name], 0)
             if reached > split.progress:
                 split.progress = reached
@@ -195,7 +217,19 @@ class PlannerLoop:
         )
         for split, iteration in waiting:
             self._doing = f"planning iteration {iteration} of {split.name}"
-            self._publish(split, iteration, next(planned))
+            entries = next(planned)
+            if iteration == split.first and split.trains and self._settings.look_ahead is None:
+                self._set_pace()
+            self._publish(split, iteration, entries)
+
+    def _set_pace(self) -> None:
+        """Tell all planners how far ahead to plan, by how long the first plan took."""
+        needed, there = self._source.needed, self._settings.planners * self._settings.cores
+        ahead = look_ahead(needed)
+        self._store.announce(self._keys.ahead, ahead)
+        lacking = "" if needed <= there else "; training will wait for plans: raise --dynapipe-planner-cores"
+        self._pace = f"planning: {needed:.1f} of the job's {there} cores keep up, {ahead} iterations ahead{lacking}"
+        logger.info("%s", self._pace)
 
     def _correction(self, split: SplitWindow, iteration: int) -> Correction | None:
         return in_force(self._corrections, iteration) if split.trains else None
@@ -217,6 +251,7 @@ class PlannerLoop:
         self._doing = f"waiting for training: {places}"
         self._check_idle()
         goals = {self._keys.progress(split.name): split.progress + 1 for split in self._splits}
+        goals[self._keys.ahead] = max(split.look_ahead for split in self._splits) + 1
         left_s = self._moved + self._settings.idle_timeout_s - time.monotonic()
         try:
             self._store.wait_progress(goals, timeout_s=max(min(_LOOK_S, left_s), 0.001), what="training to go on")

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +32,9 @@ class PlannedSplits:
     """Plans of a dataset on disk: the same arguments give the same bytes, whenever and wherever they are asked for.
 
     Safe to use from several threads: planning leaves the interpreter to others for most of its time.
+
+    Attributes:
+        needed: cores that keep up with training, by the first plan's processor time and predicted iteration; 0 before.
     """
 
     def __init__(self, inputs: PlanInputs) -> None:
@@ -43,6 +47,7 @@ class PlannedSplits:
             InfeasibleError: the model alone does not fit.
         """
         self._inputs = inputs
+        self.needed = 0.0
         self._planner = planner_of(inputs.planner, inputs.costs.load())
         self._following: dict[int, Planner] = {}
         self._evaluations = {split.name: split.evaluation for split in inputs.splits}
@@ -67,21 +72,38 @@ class PlannedSplits:
         if evaluation is not None or (iteration < FOLLOWED and correction is None):
             planner = self._planner
         else:
-            planner = self._planner_with(split, correction)
-        return encode_entries(planner.plan(batch, iteration, forward_only=evaluation is not None))
+            planner = self.following(split, correction)
+        began = time.thread_time()
+        plan = planner.plan(batch, iteration, forward_only=evaluation is not None)
+        if evaluation is None and not self.needed:
+            self.needed = (time.thread_time() - began) * 1e9 / plan.totals.predicted_ns
+        return encode_entries(plan)
 
-    def _planner_with(self, split: str, correction: Correction | None) -> Planner:
-        """A planner of these costs whose plans follow the run's first ones, kept for later iterations."""
+    def following(self, split: str, correction: Correction | None) -> Planner:
+        """A planner of these costs whose plans follow the run's first ones, kept for later iterations.
+
+        What plans of corrected costs follow, follows the first ones itself, which takes a part of the time; nothing
+        does where those cannot be followed.
+        """
         number = 0 if correction is None else correction.number
         with self._drawing:
-            if number not in self._following:
-                planner = self._planner
-                if correction is not None:
-                    settings = msgspec.structs.replace(planner.settings, corrections=correction.percents)
-                    planner = planner_of(settings, self._inputs.costs.load())
-                precedents = precedents_of(planner, batches_from_first(self._inputs, split, FOLLOWED)[0])
-                self._following = {number: planner.changed(precedents=precedents)}
+            if not self._following:
+                self._following[0] = self._after_firsts(self._planner, split)
+            if number not in self._following and correction is not None:
+                first = self._following[0]
+                settings = msgspec.structs.replace(first.settings, corrections=correction.percents)
+                planner = planner_of(settings, self._inputs.costs.load())
+                if any(rows for _, rows in settings.precedents):
+                    planner = self._after_firsts(planner, split)
+                self._following[number] = planner
+                if number > 2:  # iterations are still planned with the one before
+                    self._following.pop(number - 2, None)
             return self._following[number]
+
+    def _after_firsts(self, planner: Planner, split: str) -> Planner:
+        """A planner whose plans follow this one's of the split's first batches."""
+        firsts, _ = batches_from_first(self._inputs, split, FOLLOWED)
+        return planner.changed(precedents=precedents_of(planner, firsts))
 
 
 def batches_from_first(inputs: PlanInputs, split: str, count: int) -> tuple[list[GlobalBatch], int]:

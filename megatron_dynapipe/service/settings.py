@@ -16,6 +16,8 @@ from megatron_dynapipe.store import RETENTION_S, PlanKeys, StoreAddress
 
 _AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+LEAST_AHEAD = 8
+"""Iterations planned ahead where a plan takes a small part of an iteration."""
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
@@ -127,8 +129,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         settings_digest: `PlanInputs.digest()`, as the readers compute it.
         planner: this process, which plans the iterations i with i mod planners = planner.
         planners: processes that share the iterations.
-        cores: so many iterations this process plans at once.
-        look_ahead: how many iterations beyond the one in training are planned.
+        cores: so many iterations this process plans at once, at most.
+        look_ahead: how many iterations beyond the one in training are planned; None for as many as keep training from
+            waiting, by how long the first plan takes, and at least `LEAST_AHEAD`.
         keep_behind: iterations before the one in training whose plans stay, for ranks that lag and for replays.
         retention_s: how long a key stays that nobody deletes; None keeps all, on a server of the job's own.
         idle_timeout_s: how long training may make no progress before the planner takes it for dead.
@@ -141,7 +144,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     planner: _AtLeastZero = 0
     planners: _AtLeastOne = 1
     cores: _AtLeastOne = 1
-    look_ahead: _AtLeastOne = 8
+    look_ahead: _AtLeastOne | None = None
     keep_behind: _AtLeastZero = 2
     retention_s: _AtLeastOne | None = RETENTION_S
     idle_timeout_s: _Seconds = 6 * 3600.0

@@ -1,10 +1,10 @@
 """A node's plans: from the store, and where they are late, made here.
 
-    store ──► late? ──► made here, by the same pure function: the same bytes
-                └─ 10 s, or three times as long as the first plans took; half of the deadline before the first has come
+    store ──► late? ──► made by one node, here or elsewhere, by the same pure function: the same bytes ──► store
+                └─ 10 s, or six times as long as the first plans took; half of the deadline before the first has come
 
-After a late plan nothing is waited for, until planners have been on time for a while: what is not there is made. A
-store that fails is asked again after a minute.
+After a late plan nothing is waited for, until planners have been on time for a while: what is not there is made. Where
+the node that is to make it is late, too, each makes its own. A store that fails is asked again after a minute.
 """
 
 import logging
@@ -26,9 +26,12 @@ from megatron_dynapipe.store import PlanKeys, Store
 logger = logging.getLogger(__name__)
 
 LATE_S = 10.0
-_TIMES = 3
+_TIMES = 6
+"""A planner's first plan may come after three others that it follows."""
 _FIRST_PLANS = 8
 """So many are the first ones: how long they are waited for is how long plans take."""
+_KEPT = 64
+"""Iterations for which a plan that was made here stays in the store, more than nodes are apart."""
 _ASK_AGAIN_S = 60.0
 _SLICE_S = 1.0
 _AT_ONCE_S = 0.001
@@ -46,7 +49,8 @@ class PlanSource:
         keys: names of this job's plans.
         who: this rank, for messages.
         deadline_s: the deadline of one plan.
-        planners: the number of the job's planners.
+        planners: the number of the job's planners, one on each node.
+        node: this one's number.
         may_come: whether planners are at work, as far as this node knows; asked while a plan is awaited.
         say: tells the user that plans are made here, and why.
     """
@@ -60,6 +64,7 @@ class PlanSource:
         who: str,
         deadline_s: float,
         planners: int = 1,
+        node: int = 0,
         may_come: Callable[[], bool] = lambda: True,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
@@ -70,8 +75,11 @@ class PlanSource:
         self._most_s = deadline_s / 2
         self._may_come = may_come
         self._say = say
+        self._planners = planners
+        self._node = node
         self._enough = 2 * planners
         self._on_time = self._enough
+        self._made: dict[int, list[str]] = {}
         self._first_waits: list[float] = []
         self._ask_at = 0.0
         self._planned: PlannedSplits | None = None
@@ -87,8 +95,31 @@ class PlanSource:
             PlannerFailedError: a planner failed, or planning here did; its traceback is in the message.
             StoreError: the source is closed.
         """
-        entries = self._stored(split, iteration, places)
-        return self._plan(split, iteration) if entries is None else entries
+        correction = self._correction(split, iteration)
+        number = 0 if correction is None else correction.number
+        key_of = partial(self._keys.plan, split=split, iteration=iteration, correction=number)
+        maker = (iteration + 1) % self._planners  # not the node whose planner should have made it
+        if self._store is not None and time.monotonic() >= self._ask_at:
+            try:
+                return self._stored(
+                    self._store,
+                    f"iteration {iteration} of {split}",
+                    {key_of(replica=replica, stage=stage): (replica, stage) for replica, stage in places},
+                    maker,
+                )
+            except StoreTimeoutError:
+                made = self._plan(split, iteration)
+                if maker == self._node and self._planners > 1:
+                    self._share(
+                        self._store,
+                        iteration,
+                        [(key_of(replica=replica, stage=stage), data) for (replica, stage), data in made.items()],
+                    )
+                return made
+            except StoreError as error:
+                self._check_open()
+                self._give_up(error)
+        return self._plan(split, iteration)
 
     def publish(self, correction: Correction) -> bool:
         """Tell the planners a correction before `correct`; whether they can know it."""
@@ -130,51 +161,55 @@ class PlanSource:
         late_s = max(LATE_S, _TIMES * max(self._first_waits)) if self._first_waits else self._most_s
         return min(late_s, self._most_s)
 
-    def _stored(self, split: str, iteration: int, places: Sequence[Place]) -> dict[Place, bytes] | None:
-        """The entries that planners have published; None where one is late."""
-        if self._store is None or time.monotonic() < self._ask_at:
-            return None
+    def _stored(self, store: Store, what: str, places: Mapping[str, Place], maker: int) -> dict[Place, bytes]:
+        """The entries under some places' keys; raises StoreTimeoutError where this node has to make them."""
         started = time.monotonic()
         patience_s = self.patience_s
-        entries = {}
-        correction = self._correction(split, iteration)
-        number = 0 if correction is None else correction.number
-        key_of = partial(self._keys.plan, split=split, iteration=iteration, correction=number)
         try:
-            for replica, stage in places:
-                key = key_of(replica=replica, stage=stage)
-                entries[replica, stage] = self._await(self._store, key, started + patience_s)
+            entries = self._await(store, places, started + patience_s, self._may_come)
         except StoreTimeoutError:
             if self._on_time:
-                self._say(
-                    f"no plan of iteration {iteration} of {split} after {time.monotonic() - started:.1f} s:"
-                    f" {self._who} makes it, and those that are late from now on"
-                )
+                makes = self._who if maker == self._node else f"node {maker}"
+                waited_s = time.monotonic() - started
+                self._say(f"no plan of {what} after {waited_s:.1f} s: {makes} makes it; later ones are not waited for")
             self._on_time = 0
-            return None
-        except StoreError as error:
-            self._check_open()
-            self._give_up(error)
-            return None
+            if maker == self._node:
+                raise
+            return self._await(store, places, time.monotonic() + self._most_s, lambda: True)
         self._on_time += 1
         if len(self._first_waits) < _FIRST_PLANS and patience_s > _AT_ONCE_S:
             self._first_waits.append(time.monotonic() - started)
         return entries
 
-    def _await(self, store: Store, key: str, until: float) -> bytes:
-        """The bytes published under a key; raises StoreTimeoutError where they are late or will not come."""
-        while True:
-            self._check_open()
-            left_s = max(min(until - time.monotonic(), _SLICE_S), _AT_ONCE_S)
-            try:
-                name, data = store.wait_any([key, self._keys.error], timeout_s=left_s, what=f"the plan {key}")
-            except StoreTimeoutError:
-                if time.monotonic() >= until or not self._may_come():
-                    raise
-                continue
-            if name != key:
-                raise decode_failure(data)
-            return data
+    def _await(
+        self, store: Store, places: Mapping[str, Place], until: float, may_come: Callable[[], bool]
+    ) -> dict[Place, bytes]:
+        """What is published under keys; raises StoreTimeoutError where some of it is late or will not come."""
+        entries: dict[Place, bytes] = {}
+        for key, place in places.items():
+            while place not in entries:
+                self._check_open()
+                left_s = max(min(until - time.monotonic(), _SLICE_S), _AT_ONCE_S)
+                try:
+                    name, data = store.wait_any([key, self._keys.error], timeout_s=left_s, what=f"the plan {key}")
+                except StoreTimeoutError:
+                    if time.monotonic() >= until or not may_come():
+                        raise
+                    continue
+                if name != key:
+                    raise decode_failure(data)
+                entries[place] = data
+        return entries
+
+    def _share(self, store: Store, iteration: int, items: Sequence[tuple[str, bytes]]) -> None:
+        """Publish a plan that was late, and delete those that were long ago."""
+        try:
+            for old in [each for each in self._made if each < iteration - _KEPT]:
+                store.delete(self._made.pop(old))
+            store.put_all(items)
+            self._made[iteration] = [key for key, _ in items]
+        except StoreError as error:
+            self._give_up(error)
 
     def _plan(self, split: str, iteration: int) -> dict[Place, bytes]:
         with self._lock:  # one at a time: each takes a core

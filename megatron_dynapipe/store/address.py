@@ -134,6 +134,11 @@ class PlanKeys:
         return f"dynapipe:{self.job}:{self.settings_digest}:{split}:progress"
 
     @property
+    def ahead(self) -> str:
+        """Topic of how many iterations are planned ahead, once that is known."""
+        return f"dynapipe:{self.job}:{self.settings_digest}:ahead"
+
+    @property
     def gain(self) -> str:
         """Key of what plans gain over packed rows, in words."""
         return f"dynapipe:{self.job}:{self.settings_digest}:gain"

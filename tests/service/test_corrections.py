@@ -5,7 +5,7 @@ import threading
 import msgspec
 import pytest
 
-from megatron_dynapipe.service import PlanSource
+from megatron_dynapipe.service import PlanSource, planned_splits
 from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.loop import PlannerLoop
 from megatron_dynapipe.service.over_rows import ComparedSplits
@@ -50,6 +50,23 @@ def test_planners_and_nodes_make_the_same_plans_with_what_was_measured(settings,
     assert evaluated == {(r, s): data for r, s, data in alone.entries("valid", 4)}, "with costs as they are"
     thread.join(60)
     assert not thread.is_alive(), "all is planned"
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_what_corrected_plans_follow_follows_the_first_ones(settings, monkeypatch, has_rows) -> None:
+    """So that a correction takes a part of the time of three searches, and none where nothing can be followed."""
+    followed = []
+
+    def of(planner, batches):
+        followed.append(planner.settings.precedents)
+        return ((1_000_000, ((0, 8, 8, *[0] * 2),) if has_rows else ()),)
+
+    monkeypatch.setattr(planned_splits, "precedents_of", of)
+    planned = PlannedSplits(settings().inputs)
+    for correction in (None, SLOW, LATER, SLOW):
+        planned.following("train", correction)
+    assert [bool(each) for each in followed] == [False, True, True][: 3 if has_rows else 1]
+    assert planned.following("train", None).settings.corrections == ()
 
 
 def test_a_planner_that_knows_nothing_of_it_is_not_listened_to(settings, store) -> None:

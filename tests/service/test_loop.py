@@ -1,5 +1,6 @@
 """The planner's loop: what is planned when, what is deleted, what is said when it fails."""
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +24,17 @@ class FakeSource:
     def __init__(self) -> None:
         self.planned: list[tuple[str, int]] = []
         self.fails_at: tuple[str, int] | None = None
+        self.needed = 51.4
+        self.prepared: list[tuple[str, object]] = []
 
     def entries(self, split: str, iteration: int, correction: object = None) -> Sequence[tuple[int, int, bytes]]:
         if (split, iteration) == self.fails_at:
             raise InfeasibleError("sample 17 needs 99 MB of 10 MB", hint="use a larger device")
         self.planned.append((split, iteration))
         return [(0, stage, bytes(10)) for stage in range(2)]
+
+    def following(self, split: str, correction: object) -> None:
+        self.prepared.append((split, correction))
 
     def over_rows(self) -> str:
         return ""
@@ -99,6 +105,36 @@ def test_iterations_are_shared_by_their_number_ahead_of_training(
     with running(job, source, store):
         until(lambda: len(source.planned) == len(planned))
     assert [iteration for _, iteration in source.planned] == planned
+
+
+@pytest.mark.parametrize(
+    ("needed", "ahead", "said"),
+    [
+        (0.13, 8, "planning: 0.1 of the job's 2 cores keep up, 8 iterations ahead"),
+        (51.4, 107, "51.4 of the job's 2 cores keep up, 107 iterations ahead; training will wait"),
+    ],
+)
+def test_all_planners_are_as_far_ahead_as_the_first_plan_s_time_asks_for(settings, store, caplog, needed, ahead, said):
+    """Whichever planner makes it: here the run goes on from iteration 21."""
+    caplog.set_level(logging.INFO)
+    job = only_train(settings(look_ahead=None, planners=2, idle_timeout_s=2.0), first_iteration=21)
+    sources = FakeSource(), FakeSource()
+    with running(job, sources[0], store):
+        until(lambda: len(sources[0].planned) == 4)  # 22, 24, 26, 28
+        sources[1].needed = needed
+        with running(msgspec.structs.replace(job, planner=1), sources[1], store):
+            until(lambda: len(sources[0].planned) + len(sources[1].planned) == ahead + 1)
+    assert set(sources[0].prepared) == {("train", None)}, "while it waited"
+    assert sorted(i for each in sources for _, i in each.planned) == list(range(21, 22 + ahead))
+    assert sum(said in text for text in caplog.messages) == 1
+
+
+def test_evaluations_are_planned_no_further_ahead(settings, source) -> None:
+    job, store = settings(look_ahead=None), MemoryStore()
+    planner = PlannerLoop(job, source, store)  # type: ignore[arg-type]
+    store.announce(job.keys.ahead, 50)
+    planner._look()
+    assert [split.look_ahead for split in planner._splits] == [50, 8]
 
 
 def test_as_many_iterations_are_planned_at_once_as_there_are_cores_and_published_in_order(settings, store) -> None:

@@ -79,8 +79,29 @@ def test_after_a_late_plan_nothing_is_waited_for_until_planners_are_on_time_agai
     assert plans.patience_s == 0.2, "of none that was waited for: half of the deadline"
 
 
-@pytest.mark.parametrize(("first_s", "patience_s"), [(1.0, 10.0), (26.0, 78.0), (90.0, 150.0)])
-def test_plans_that_take_long_are_waited_for_as_long_three_times(job, store, make, monkeypatch, first_s, patience_s):
+def test_one_node_makes_what_is_late_for_all_of_them(job, store, make, monkeypatch, caplog) -> None:
+    """Nodes take turns; where the one whose turn it is does not, either, each makes its own."""
+    nodes = [make(deadline_s=100.0, planners=2, node=node, may_come=lambda: False) for node in range(2)]
+    expected = {(r, s): data for r, s, data in PlannedSplits(job.inputs).entries("train", 4)}
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(nodes[0].fetch, "train", 4, PLACES)
+        assert nodes[1].fetch("train", 4, PLACES) == expected
+        assert other.result(60) == {place: expected[place] for place in PLACES}
+    assert nodes[0]._planned is None, "it has made nothing"
+    said = [text.partition(" s: ")[2] for text in caplog.messages]
+    assert sorted(said) == [f"{who} makes it; later ones are not waited for" for who in ("node 1", "rank 0")]
+    nodes[0]._most_s = 0.2
+    assert nodes[0].fetch("train", 6, PLACES) == {
+        (r, s): data for r, s, data in PlannedSplits(job.inputs).entries("train", 6)
+    }
+    key = job.keys.plan(split="train", iteration=4, replica=0, stage=0)
+    assert key in store.read_progress([key])
+    nodes[1].fetch("train", 4 + source._KEPT + 2, PLACES)
+    assert key not in store.read_progress([key]), "left behind by all nodes"
+
+
+@pytest.mark.parametrize(("first_s", "patience_s"), [(1.0, 10.0), (20.0, 120.0), (90.0, 150.0)])
+def test_plans_that_take_long_are_waited_for_as_long_six_times(job, store, make, monkeypatch, first_s, patience_s):
     plans = make(deadline_s=300.0)
     now = [0.0]
     monkeypatch.setattr(source.time, "monotonic", lambda: now[0])

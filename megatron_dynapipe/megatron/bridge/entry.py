@@ -61,8 +61,8 @@ def planned(
     cluster: str = AUTO,
     store_url_file: str | Path | None = None,
     store_bind: str = "127.0.0.1",
-    planner_cores: int = 1,
-    ahead: int = 8,
+    planner_cores: int | None = None,
+    ahead: int | None = None,
     correct: bool = True,
     timeout_s: float = 300.0,
     report_folder: str | Path = REPORT_FOLDER,
@@ -81,8 +81,8 @@ def planned(
         cluster: a file of memory and links; "auto" finds one by the device's name, "none" uses none.
         store_url_file: holds the URL of an existing plan store; by default the run starts one.
         store_bind: address at which its own store listens, for runs on several nodes.
-        planner_cores: cores of each node that plan, an iteration each.
-        ahead: iterations planned ahead of training.
+        planner_cores: most cores of each node that plan, an iteration each; by default those that ranks leave.
+        ahead: iterations planned ahead of training; by default as many as the first plan's time asks for.
         correct: whether plans follow how long passes take on the run's devices.
         timeout_s: deadline of every wait.
         report_folder: where logs, and samples of recipes, go.

@@ -26,7 +26,6 @@ from megatron_dynapipe.megatron.bridge.recipe import device_of_rank, evaluated_s
 from megatron_dynapipe.megatron.bridge.refusals import of_model
 from megatron_dynapipe.megatron.equip.attention import mark_sinks
 from megatron_dynapipe.megatron.execution.step_functions import MakeBatch, takes_mask
-from megatron_dynapipe.megatron.flags import machine
 from megatron_dynapipe.megatron.flags.run_config import Sources
 from megatron_dynapipe.megatron.models.config import state_dtype
 from megatron_dynapipe.megatron.run.host import Host
@@ -55,8 +54,8 @@ class Recipe(Host):
         costs: a cost model file; None computes costs.
         chooses_layers: whether layers and virtual stages are chosen before the model is built.
         memory_limit_bytes: that plans may use of a device; None for what the cluster's file or the device says.
-        planner_cores: cores of each node that plan, an iteration each.
-        context_teams, long_samples, cluster, correct, store, store_bind, ahead, timeout_s, report_folder: as `planned`.
+        context_teams, long_samples, cluster, correct, and of `sources` store, store_bind, planner_cores, ahead,
+            timeout_s, report_folder: as `planned`.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Recipe(Host):
         )
         self._data = dataset
         self._chooses_layers = chooses_layers
-        self.sources = Sources(planners=machine.nodes(), **sources)
+        self.sources = Sources(**sources)
         self.long_samples = long_samples
         self.corrects = correct
 

@@ -28,7 +28,6 @@ from megatron_dynapipe.megatron.flags.planning_flags import (
     TRAINING,
     above_zero,
     add_planning_flags,
-    cores,
     number,
     positive,
 )
@@ -193,13 +192,14 @@ def _add_model_flags(add: Callable[..., object]) -> None:
 
 
 def _add_run_flags(add: Callable[..., object]) -> None:
-    add("--dynapipe-lookahead", type=positive, default=8, metavar="N", help="iterations planned ahead of training")
+    ahead = "iterations planned ahead of training (default: as many as the first plan's time asks for, at least 8)"
+    add("--dynapipe-lookahead", type=positive, metavar="N", help=ahead)
     add(
         "--dynapipe-planner-cores",
-        type=cores,
-        metavar="N|auto",
-        help="cores of each node that plan, an iteration each, or auto for those that ranks leave: all but two for each"
-        " (default: one core for all nodes)",
+        type=positive,
+        metavar="N",
+        help="most cores of each node that plan, an iteration each (default: those that ranks leave, all but two for"
+        " each)",
     )
     add(
         "--dynapipe-correct",

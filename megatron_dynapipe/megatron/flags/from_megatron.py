@@ -36,7 +36,6 @@ from megatron_dynapipe.megatron.flags.batch_layout import (
     split_backward,
 )
 from megatron_dynapipe.megatron.flags.checks import maximum_lengths, recompute_modes
-from megatron_dynapipe.megatron.flags.planning_flags import AUTO
 from megatron_dynapipe.megatron.flags.run_config import RunConfig, Sources
 from megatron_dynapipe.megatron.hooks.fused_kernels import optimizer_in_words
 from megatron_dynapipe.megatron.models.config import planner_fields, transformer_config
@@ -86,8 +85,7 @@ def run_config(args: argparse.Namespace, family: ModelFamily, device: torch.devi
             loss_on=None if args.dynapipe_loss is None else LossOn(args.dynapipe_loss),
             store=find_address(args.dynapipe_store_url_file, os.environ),
             store_bind=args.dynapipe_store_bind,
-            planners=1 if args.dynapipe_planner_cores is None else machine.nodes(),
-            planner_cores=None if args.dynapipe_planner_cores == AUTO else args.dynapipe_planner_cores or 1,
+            planner_cores=args.dynapipe_planner_cores,
             ahead=args.dynapipe_lookahead,
             timeout_s=args.dynapipe_timeout_s,
             report_folder=args.dynapipe_report_dir or REPORT_FOLDER,

@@ -41,11 +41,6 @@ not_negative = number(int, 0, 10**9)
 above_zero = number(float, 0.0, MOST_REAL, above=True)
 
 
-def cores(text: str) -> str | int:
-    """A type of arguments: how many cores, or those that training leaves."""
-    return AUTO if text == AUTO else positive(text)
-
-
 def pieces(text: str) -> str | int:
     """A type of arguments: whether long samples are cut, or the most positions of a piece."""
     if text in (AUTO, "off"):

@@ -31,9 +31,8 @@ class Sources:
         loss_on: which tokens of a decoder-only sample count; None as the dataset says.
         store: an existing plan store; None starts an embedded one.
         store_bind: address at which an embedded store listens.
-        planners: planner processes of the job: one, or one on each node.
-        planner_cores: cores of each planner, which plans so many iterations at once; None for what ranks leave.
-        ahead: iterations planned ahead of training.
+        planner_cores: most cores of each node's planner, an iteration each; None for what ranks leave.
+        ahead: iterations planned ahead of training; None for as many as the first plan's time asks for.
         timeout_s: deadline of every wait: for a plan, for a peer, for the planner to start.
         report_folder: where the run's records and pictures go, and the logs of its store and planners.
     """
@@ -41,9 +40,8 @@ class Sources:
     loss_on: LossOn | None = None
     store: StoreAddress | None
     store_bind: str
-    planners: int
     planner_cores: int | None
-    ahead: int
+    ahead: int | None
     timeout_s: float
     report_folder: Path
 

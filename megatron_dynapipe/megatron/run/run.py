@@ -134,7 +134,7 @@ class Run:
         self.iterators = {split.name: supply.iterator(split, required=required) for split in inputs.splits}
         self._longest = longest_shape(inputs)
         # On rank 0 first, which moves earlier records.
-        self._corrector = self._make_corrector(control, inputs, stage=steps.stage) if host.corrects else None
+        self._corrector = self._make_corrector(control, inputs, supply, steps.stage) if host.corrects else None
         make_log = partial(RunLog, host, inputs, control, about=host.about(inputs, models), longest=self._longest)
         make_log = partial(make_log, measured=None if self._corrector is None else self._corrector.add)
         self.log = control.run_on_all(partial(make_log, stage=steps.stage, stages=steps.stages))
@@ -198,12 +198,12 @@ class Run:
         self.host.trained(item.entry.iteration + 1, log.text)
         return reports
 
-    def _make_corrector(self, control: ControlGroup, inputs: PlanInputs, *, stage: int) -> Corrector:
+    def _make_corrector(self, control: ControlGroup, inputs: PlanInputs, supply: PlanSupply, stage: int) -> Corrector:
         return Corrector(
             control,
             inputs.planner,
             stage=stage,
-            ahead=self.host.sources.ahead,
+            ahead=supply.planned_ahead,
             first_iteration=inputs.splits[0].first_iteration,
             is_computed=isinstance(inputs.costs, AnalyticCosts),
             adopt=self._adopt,

@@ -41,7 +41,7 @@ class Corrector:
         control: the group of all ranks.
         settings: those that plans are made with.
         stage: this rank's.
-        ahead: iterations that planners are ahead of training.
+        ahead: says how many iterations planners are ahead of training, on every rank.
         first_iteration: the first iteration of this start.
         is_computed: costs are computed: how long passes take over one another is looked at, and not how long they take.
         adopt: has planners know a correction; whether they do.
@@ -53,7 +53,7 @@ class Corrector:
         settings: PlannerSettings,
         *,
         stage: int,
-        ahead: int,
+        ahead: Callable[[], int],
         first_iteration: int,
         is_computed: bool,
         adopt: Callable[[Correction], bool],
@@ -97,7 +97,9 @@ class Corrector:
         if max(moved) < 2 * _STEP:
             return ""
         # Planners are as far ahead as this, and one iteration more where a rank has begun the next.
-        correction = Correction(number=self._number + 1, first_iteration=iteration + self._ahead + 3, percents=percents)
+        correction = Correction(
+            number=self._number + 1, first_iteration=iteration + self._ahead() + 3, percents=percents
+        )
         if not self._adopt(correction):
             return ""
         self._number += 1

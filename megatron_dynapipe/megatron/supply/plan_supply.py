@@ -1,8 +1,8 @@
 """The sources of a rank's plans: the store, the planners that fill it, the iterators that read it.
 
 rank 0             starts the store, or finds the one it was given, and names the launch
-first of a node    starts the node's planner process (without a number of cores only rank 0's node has one); fetches the
-                   plans of all ranks of the node, or makes them where they are late, and hands them on
+first of a node    starts the node's planner process; fetches the plans of all ranks of the node, or makes them where
+                   they are late, and hands them on
 every rank         prefetches its share of every split's iterations
 """
 
@@ -31,7 +31,7 @@ from megatron_dynapipe.runtime.control_group import ControlGroup
 from megatron_dynapipe.sampling import Cutter, SpanTable
 from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.process import PlannerProcess
-from megatron_dynapipe.service.settings import PlanInputs, ServiceSettings, SplitSettings
+from megatron_dynapipe.service.settings import LEAST_AHEAD, PlanInputs, ServiceSettings, SplitSettings
 from megatron_dynapipe.service.source import PlanSource
 from megatron_dynapipe.store import (
     REPLY_TIMEOUT_S,
@@ -74,7 +74,8 @@ class PlanSupply:
         self._sources = sources
         self._control = control
         self._inputs = inputs
-        self._ahead = max(sources.ahead // 2, 1)
+        self._least_ahead = sources.ahead or LEAST_AHEAD
+        self._ahead = max(self._least_ahead // 2, 1)
         self._resources = ExitStack()
         self._source: PlanSource | None = None
         self._planner: PlannerProcess | None = None
@@ -102,7 +103,7 @@ class PlanSupply:
         self._resources.__exit__(kind, error, trace)
 
     def said_at_the_end(self) -> str:
-        """What planners say of a run: how much of its cores this node's has taken, what plans gain over packed rows."""
+        """What planners say of a run: of this node's cores, how many keep up, what plans gain over packed rows."""
         if self._planner is None:
             return ""
         gain = b""
@@ -110,6 +111,14 @@ class PlanSupply:
         with contextlib.suppress(StoreError):  # of a run that ends before the planner has compared them
             _, gain = self._store.wait_any([self._keys.gain], timeout_s=timeout_s, what="what plans gain")
         return "\n".join(filter(None, [f"planning: {self._planner.load} of this node", gain.decode()]))
+
+    def planned_ahead(self) -> int:
+        """How many iterations planners are ahead of training; every rank calls it."""
+        ahead = [self._least_ahead]
+        if self._control.rank == 0:
+            with contextlib.suppress(StoreError):  # nobody can be told what depends on it
+                ahead += self._store.read_progress([self._keys.ahead]).values()
+        return int(self._control.broadcast_text(str(max(ahead))))
 
     def correct(self, correction: Correction) -> bool:
         """Plan with corrected costs from an iteration on that nobody has asked for; every rank calls it.
@@ -210,27 +219,27 @@ class PlanSupply:
         self._store = self._resources.enter_context(store)
         run.report_folder.mkdir(parents=True, exist_ok=True)
         node = machine.node_of(self._control.rank)
-        if node < run.planners:
-            service = ServiceSettings(
-                store=address,
-                job=job,
-                settings_digest=keys.settings_digest,
-                planner=node,
-                planners=run.planners,
-                cores=min(machine.spare_cores(), run.ahead) if run.planner_cores is None else run.planner_cores,
-                look_ahead=run.ahead,
-                retention_s=retention_s,
-                inputs=self._inputs,
-            )
-            self._planner = PlannerProcess(service, log_path=run.report_folder / f"planner-{node}.log")
-            self._resources.enter_context(self._planner)
+        service = ServiceSettings(
+            store=address,
+            job=job,
+            settings_digest=keys.settings_digest,
+            planner=node,
+            planners=machine.nodes(),
+            cores=run.planner_cores or machine.spare_cores(),
+            look_ahead=run.ahead,
+            retention_s=retention_s,
+            inputs=self._inputs,
+        )
+        self._planner = PlannerProcess(service, log_path=run.report_folder / f"planner-{node}.log")
+        self._resources.enter_context(self._planner)
         self._source = PlanSource(
             self._inputs,
             store,
             keys,
             who=f"rank {self._control.rank}",
             deadline_s=run.timeout_s,
-            planners=run.planners,
+            planners=machine.nodes(),
+            node=node,
             may_come=lambda: self._planner is None or self._planner.status is None,
             say=warn,
         )

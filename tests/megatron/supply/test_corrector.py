@@ -36,7 +36,7 @@ def correct(
         ControlGroup(timeout_s=60),
         settings(ModelFamily.GPT, data_parallel=2),
         stage=rank % STAGES,
-        ahead=4,
+        ahead=lambda: 4,
         first_iteration=10,
         is_computed=computed,
         adopt=adopt,
