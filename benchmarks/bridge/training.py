@@ -5,8 +5,8 @@
     python benchmarks/bridge/training.py --device cpu --small --output FILE      # rehearsed devices, tiny layers
 
 Each recipe trains from one HuggingFace folder of random weights, over the same samples: planned, and sample by sample
-as the recipe does without packing (`stock`), or in rows of one length that are packed ahead of time (`slots-LENGTH`). The
-runs import, build and load side by side, and train one after another, each alone on the device. Compared are their
+as the recipe does without packing (`stock`), or in rows of one length, packed ahead of time (`slots-LENGTH`). The runs
+import, build and load side by side, and train one after another, each alone on the device. Compared are their
 losses and the times of their iterations; a planned run also repeats one iteration by Megatron's own schedule
 (`overhead.second_iteration_in_turns`). FILE is written after each run.
 """
