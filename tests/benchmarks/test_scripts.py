@@ -54,6 +54,7 @@ def test_methods_train_the_same_function(tmp_path):
     assert report["format"] == "dynapipe-throughput/1"
     losses = [row["first_loss"] for row in report["rows"]]
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+    assert all(0 < row["optimizer_share"] < 1 for row in report["rows"])
 
 
 def test_agreements_of_all_ranks_are_timed():
