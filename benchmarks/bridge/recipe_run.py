@@ -1,18 +1,24 @@
 """One run of `training.py`: a recipe of Bridge, planned or by Bridge's own schedule, alone on the device in its turn.
 
-torchrun --nproc-per-node 1 -m benchmarks.bridge.recipe_run RECIPE WAY large|small FOLDER
+torchrun --nproc-per-node 1 -m benchmarks.bridge.recipe_run RECIPE planned|stock|slots-LENGTH large|small FOLDER
 """
 
 import fcntl
 import importlib.util
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.planning.cases import recorded_batches
+from benchmarks.throughput.rows import Row, packed_rows
+from megatron_dynapipe.core.units import ModelFamily
+from megatron_dynapipe.data.meta import open_split, read_meta
 
 HUB_NAME = "meta-llama/Llama-3.2-1B"
 BATCH = "sft-s2048-t65536-b0"
@@ -50,31 +56,58 @@ def run(recipe: str, way: str, *, small: bool, folder: Path) -> None:
     import torch
 
     from tests.helpers.bridge_runs import stock
-    from tests.helpers.bridge_samples import StockDataset
 
     torch.cuda.set_device(0)
     lengths = lengths_of(small=small)
     snapshot = hub_snapshot(folder)
-    config = recipe_of(recipe, samples=len(lengths), longest=max(lengths), snapshot=snapshot, small=small)
+    rows = slots(folder, int(way.partition("-")[2])) if way.startswith("slots-") else []
+    longest = len(rows[0].tokens) if rows else max(lengths)
+    config = recipe_of(recipe, samples=len(rows or lengths), longest=longest, snapshot=snapshot, small=small)
     result: dict[str, Any] = {"tokens": sum(lengths) - len(lengths), "milliseconds": [], "losses": [], "norms": []}
     while not weights_file(folder).exists():
         time.sleep(0.1)
     if way == "planned":
         train_planned(config, folder, recipe, result)
     else:
-        one_by_one = StockDataset(
-            dataloader_type="external",
-            folder=str(folder / "data"),
-            length=config.model.seq_length,
-            multiple=16,
-            batch=len(lengths),
-            seed=config.rng.seed,
-        )
-        result["micro_batches"] = len(lengths)
-        with stock(config, one_by_one):
+        result["micro_batches"] = config.train.global_batch_size
+        with stock(config, dataset_of(config, folder, rows)):
             train(config, folder, result)
     result["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
     (folder / f"{recipe}-{way}.json").write_text(json.dumps(result))
+
+
+def slots(folder: Path, length: int) -> list[Row]:
+    """An epoch's samples packed ahead of time into rows of one length, the longest samples first."""
+    reader = open_split(folder / "data", "train", ModelFamily.GPT)
+    targets_alone = read_meta(folder / "data").loss == "targets"
+    return packed_rows([reader[sample] for sample in range(len(reader))], length, targets_alone=targets_alone)
+
+
+def dataset_of(config: Any, folder: Path, rows: Sequence[Row]) -> Any:
+    """What Bridge's own loop takes: these rows in every iteration, without any a sample in each micro-batch."""
+    import torch
+
+    from tests.helpers.bridge_samples import StockDataset
+
+    class Slots(StockDataset):
+        """Packed rows, each a micro-batch."""
+
+        def _micro_batches(self, split: str) -> Iterator[dict[str, torch.Tensor]]:
+            for row in itertools.cycle(rows):
+                names = {"position_ids": "positions", **{name: name for name in ("tokens", "labels", "loss_mask")}}
+                batch = {name: torch.from_numpy(getattr(row, field))[None] for name, field in names.items()}
+                offsets, longest = torch.from_numpy(row.offsets), torch.tensor(int(np.diff(row.offsets).max()))
+                batch |= {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+                yield batch | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+
+    return (Slots if rows else StockDataset)(
+        dataloader_type="external",
+        folder=str(folder / "data"),
+        length=config.model.seq_length,
+        multiple=16,
+        batch=config.train.global_batch_size,
+        seed=config.rng.seed,
+    )
 
 
 def train_planned(config: Any, folder: Path, recipe: str, result: dict[str, Any]) -> None:

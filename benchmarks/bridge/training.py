@@ -1,12 +1,14 @@
 """LLaMA 3.2 1B on one GPU in Megatron-Bridge's loop, by its own recipes: planned, and by Bridge's own schedule.
 
     python benchmarks/bridge/training.py --output FILE [--recipes sft,lora] [--budget-s 240]
+    python benchmarks/bridge/training.py --output FILE --recipes sft --ways planned,slots-2048,slots-4096,slots-8192
     python benchmarks/bridge/training.py --device cpu --small --output FILE      # rehearsed devices, tiny layers
 
-Each recipe trains twice from one HuggingFace folder of random weights, over the same samples: planned, and sample by
-sample as the recipe does without packing. The four runs import, build and load side by side, and train one after
-another, each alone on the device. Compared are their losses and the times of their iterations; a planned run also
-repeats one iteration by Megatron's own schedule (`overhead.second_iteration_in_turns`). FILE is written after each run.
+Each recipe trains from one HuggingFace folder of random weights, over the same samples: planned, and sample by sample
+as the recipe does without packing (`stock`), or in rows of one length, packed ahead of time (`slots-LENGTH`). The runs
+import, build and load side by side, and train one after another, each alone on the device. Compared are their
+losses and the times of their iterations; a planned run also repeats one iteration by Megatron's own schedule
+(`overhead.second_iteration_in_turns`). FILE is written after each run.
 """
 
 import argparse
@@ -66,7 +68,15 @@ RECIPES = ("sft", "lora")
 WAYS = ("planned", "stock")
 VOCABULARY = 512
 """Words of the samples' tokenizer, whose tokens the model's vocabulary holds."""
-COLUMNS = ("recipe", "way", "micro-batches", "iteration, ms", "tokens/s", "planned over Bridge's schedule", "losses")
+COLUMNS = (
+    "recipe",
+    "way",
+    "micro-batches",
+    "iteration, ms",
+    "tokens/s",
+    "planned over Bridge's schedule",
+    "losses, to planned",
+)
 
 
 def main() -> None:
@@ -74,6 +84,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny layers, few short samples")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="which (%(default)s)")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), metavar="WAY,…", help="planned, stock, slots-LENGTH (default: %(default)s)"
+    )
     parser.add_argument("--budget-s", type=float, default=240, help="seconds for all of them (%(default)g)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
@@ -86,7 +99,7 @@ def main() -> None:
         snapshot = write_hub(folder, small=options.small)
         runs = {}
         for recipe in options.recipes.split(","):
-            for way in WAYS:
+            for way in options.ways.split(","):
                 words = [*torchrun(1), "-m", "benchmarks.bridge.recipe_run", recipe, way]
                 words += ["small" if options.small else "large", str(folder)]
                 log = kept / f"{recipe}-{way}"
@@ -187,10 +200,10 @@ def cells(results: dict[tuple[str, str], dict[str, Any]], recipe: str, way: str)
         return [recipe, way, "failed", *["–"] * (len(COLUMNS) - 3)]
     milliseconds = median(result["milliseconds"][2:])
     pairs = result.get("seconds")
-    stock = results.get((recipe, "stock"), {})
+    planned = results.get((recipe, "planned"), {})
     apart = "–"
-    if way == "planned" and "losses" in stock:
-        both = np.array([result["losses"], stock["losses"]])
+    if way != "planned" and "losses" in planned:
+        both = np.array([result["losses"], planned["losses"]])
         apart = f"{np.max(np.abs(both[0] / both[1] - 1)):.1e} apart"
     return [
         recipe,

@@ -58,7 +58,8 @@ def throughput(case: Case, *, family: str) -> Figures:
     return _compared(case, words, report)
 
 
-EIGHT_BITS = "--dynapipe-loss everything --fp8-format hybrid --fp8-recipe"
+ALL = "--dynapipe-loss everything"
+EIGHT_BITS = f"{ALL} --fp8-format hybrid --fp8-recipe"
 
 
 def against_stock(case: Case, *, flags: str = "", methods: str = "planned,stock_packed") -> Figures:
@@ -85,12 +86,20 @@ def _compared(case: Case, words: Sequence[str], report: Path) -> Figures:
 
 
 def throughput_figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
-    """Speeds of the methods of a report, and their ratios to the planned runs."""
+    """Speeds of the methods of a report, their ratios to the planned runs, and on one stage the shares of an iteration
+    that lie outside of passes, and in the optimizer: the rest is reduction, zeroing and what waits for the host."""
     speeds = {f"{row['method']}_tokens_per_s": row["tokens_per_second"] for row in rows}
+    shares = {
+        f"{row['method']}_{name}": row[key]
+        for row in rows
+        for key, name in (("idle", "outside_passes"), ("optimizer_share", "optimizer"))
+        if row.get(key) is not None
+    }
     losses = {f"{row['method']}_first_loss": row["first_loss"] for row in rows if "first_loss" in row}
     return (
         speeds
         | losses
+        | shares
         | {f"{row['method']}_ratio": row["ratio_to_planned"][1] for row in rows if row["method"] != "planned"}
     )
 
@@ -131,6 +140,10 @@ def measurements(case: Case) -> Iterator[Check]:
     for loss in ("everything", "targets"):
         name = f"llama: planned against Megatron's own packed rows, loss on {loss}"
         yield Check(name, partial(against_stock, flags=f"--dynapipe-loss {loss}"), 120)
+        if loss == "everything":  # in turns with the planned run above, on a machine that is as warm
+            by_pytorch = partial(against_stock, flags=f"{ALL} --dynapipe-attention sdpa", methods="planned")
+            yield Check("llama: planned, attention by PyTorch's FlashAttention", by_pytorch, 60)
+            yield Check("llama: planned again", partial(against_stock, flags=ALL, methods="planned"), 60)
     for recipe in ("tensorwise", "blockwise"):  # beside the first of the two above
         in_eight_bits = partial(against_stock, flags=f"{EIGHT_BITS} {recipe}", methods="planned")
         yield Check(f"llama: planned in eight bits, {recipe}", in_eight_bits, 60)

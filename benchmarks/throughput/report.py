@@ -35,6 +35,7 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
     idle = [share for each in timed for share in each["idle"]]
     elapsed = sum(each["ms"] for each in timed)
     shares = [each["share_of_peak"] for each in timed if each.get("share_of_peak")]
+    stepping = sum(each.get("optimizer_ms", 0.0) for each in timed)
     planning = [each["planning_ms"] for each in timed if each["planning_ms"] is not None]
     return about | {
         "tokens_per_second": tokens / elapsed * 1e3,
@@ -44,6 +45,7 @@ def figures(about: dict[str, Any], results: Results, base: Results, against: str
         "peak_memory_mb": max(max(each["peaks_mb"]) for each in timed),
         "last_stage_mb": max(each["peaks_mb"][-1] for each in timed),
         "idle": statistics.mean(idle) if idle else None,
+        "optimizer_share": stepping / elapsed if stepping else None,
         "planning_ms": statistics.mean(planning) if planning else None,
         "planning_share": sum(planning) / elapsed if planning else None,
         "micro_batches": statistics.mean(each["micro_batches"] for each in timed),

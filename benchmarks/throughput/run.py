@@ -27,7 +27,7 @@ first (`profile`), unless a file is given.
 
 Where PyTorch finds GPUs, models are of their size (`gpu_t5.yaml`, `gpu_gpt.yaml`: bf16), one rank to a GPU, on a
 synthetic mixture of lengths with long tails (`synthetic.py`). More ranks than GPUs share them, and talk through the
-host. Not yet run on a GPU; `--size gpu --device cpu` does the same without one, with flags after -- that make it small.
+host. `--size gpu --device cpu` does the same without a GPU, with flags after -- that make it small.
 """
 
 import argparse

@@ -31,7 +31,7 @@ def fastest_layer(device: torch.device) -> ModuleSpec:
     """Transformer Engine's where it is, else Megatron's local one around PyTorch's attention in one kernel."""
     args = get_args()
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec()  # rehearsed, not run on a GPU
+        return get_gpt_layer_with_transformer_engine_spec()
     classes = run_classes(core_transformer_config_from_args(args), CoreAttention.SDPA)
     layer: ModuleSpec = with_classes(get_gpt_layer_local_spec(normalization=args.normalization), classes)
     return layer

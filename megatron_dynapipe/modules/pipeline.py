@@ -148,7 +148,7 @@ class Pipeline:
         replicas, stages = ranks.groups(backend)
         self._gradients = Gradients(part, part.device, replicas=replicas, stages=stages, shared=shared)
         transport, channels = part.connect(timeout_s)
-        groups = [ranks.control.group, *channels, replicas, stages, *(shared.groups if shared else ())]
+        groups = [*ranks.control.groups, *channels, replicas, stages, *(shared.groups if shared else ())]
         self._failures = Failures(ranks.control, [group for group in groups if group is not None])
         self._runner = step_runner(
             transport,

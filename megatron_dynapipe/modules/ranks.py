@@ -14,19 +14,17 @@ with its process, or by NCCL's time-out.
 """
 
 import contextlib
-import datetime
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
 
 from megatron_dynapipe.core.errors import ConfigError, ExecutionError
 from megatron_dynapipe.runtime.control_group import AGREED, ControlGroup, StepAgreement
-from megatron_dynapipe.runtime.process_groups import group_of_each
+from megatron_dynapipe.runtime.process_groups import break_groups, group_of_each
 
 
 class Ranks:
@@ -38,7 +36,7 @@ class Ranks:
         pipelines: global ranks of every replica's pipeline, by stage; none where stages have several numbers of them.
         by_stage: global ranks of every stage, by replica.
         alike: groups of ranks that are given the same batch.
-        control: the group on which ranks agree.
+        control: on which ranks agree.
 
     Raises:
         ConfigError: there is no process group, or the ranks cannot be divided into these replicas.
@@ -108,8 +106,6 @@ def start_agreement(
     )
 
 
-_TAG = 1 << 20
-"""Tag of a receive that nobody sends."""
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.05
 
@@ -122,7 +118,8 @@ class Failures:
         self._size = control.size
         self._groups = [group for group in groups if dist.get_backend(group) == "gloo"]
         self._is_broken = False
-        self._key = f"dynapipe/failure/{control.group.group_name}"
+        name = groups[0].group_name if groups else ""
+        self._key = f"dynapipe/failure/{control.broadcast_text(name)}"  # rank 0's: one for all
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -149,12 +146,7 @@ class Failures:
 
     def _break_groups(self) -> None:
         self._is_broken = True
-        for group in self._groups:
-            peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-            with contextlib.suppress(Exception):
-                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG)
-                assert work is not None, "this rank is in it"
-                work.wait(datetime.timedelta(milliseconds=1))
+        break_groups(self._groups)
 
     def _reason(self) -> str:
         store = get_default_store()

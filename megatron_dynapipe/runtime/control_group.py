@@ -1,6 +1,16 @@
-"""Agreement of all ranks over a gloo group of its own: one text for all, one error for all."""
+"""Agreement of all ranks over gloo groups of its own: one text for all, one error for all.
 
-import datetime
+Up to `WIDTH` ranks are one group. More are groups of neighbours, whose first ranks are groups again, up to one group:
+
+    0 1 … 63    64 65 … 127    …        rows of neighbours are joined while ranks go on
+    0           64             …        their first ranks join them where they ask for the result, and pass it back
+
+No thread does so: a rank's wait lasts until the first ranks ask, too. A rank whose wait fails, by its deadline or by a
+lost connection, breaks all its groups, so that those that wait for it fail at once, and theirs after them.
+"""
+
+import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -8,11 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynapipe.core.errors import DynaPipeError, PlanError, PlannerFailedError
+from megatron_dynapipe.runtime.process_groups import break_groups, group_of_each
 
 _T = TypeVar("_T")
+WIDTH = 64
+"""Ranks of a group: 4,096 ranks have at most 126 connections each."""
 _IDENTITY = 16
 """Bytes of a step's identity that ranks compare."""
 _NO_CHECKSUM = bytes(4)
+_ROW = _IDENTITY + 2 + len(_NO_CHECKSUM)
 AGREED = "dynapipe_agreed"
 """Attribute of an error that all ranks raise at the same point."""
 _DIGITS = 15
@@ -20,72 +34,147 @@ _DIGITS = 15
 
 
 class ControlGroup:
-    """A CPU process group over all ranks. Every rank makes it, and calls its methods, in the same order.
+    """All ranks, for small exchanges on the CPU. Every rank makes it, and calls its methods, in the same order.
 
     Args:
         timeout_s: a rank that does not take part for this long fails the others.
 
     Attributes:
-        group: of torch.
         rank, size: this rank, and their number.
+        groups: of torch that this rank is in.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup), "it has all ranks"
-        self.group = group
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._levels: list[tuple[range, dist.ProcessGroup]] = []  # this rank's, from its neighbours' up
+        step = 1
+        while step < self.size:
+            span = step * WIDTH
+            lists = [range(first, min(first + span, self.size), step) for first in range(0, self.size, span)]
+            group = group_of_each(lists, backend="gloo", timeout_s=timeout_s)
+            if group is not None:
+                self._levels.append((lists[self.rank // span], group))
+            step = span
+        self.groups = [group for _, group in self._levels]
+        self._under_way: Callable[[], object] = list
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
 
     def broadcast_text(self, text: str, *, source: int = 0) -> str:
         """`text` of rank `source`, on every rank."""
-        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        size = torch.tensor([len(text.encode())])
-        dist.broadcast(size, source, group=self.group)
+        content = _ended(text.encode())
+        size = torch.tensor([len(content)])
+        self._together(lambda: self._broadcast(size, source))
         if self.rank != source:
-            data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
-        dist.broadcast(data, source, group=self.group)
-        return bytes(data.numpy().tobytes()[: int(size)]).decode()
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self._together(lambda: self._broadcast(content, source))
+        return _without_end(content).decode()
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """`values` of every rank, by rank; all of one shape."""
-        return self.start_gather(values)()
+        return list(self.start_gather(values)())
 
     def gather_texts(self, text: str) -> list[str]:
         """`text` of every rank, by rank."""
-        data = text.encode()
-        sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
-        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        rows = self.gather(padded)
-        return [bytes(row.numpy().tobytes()[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+        collected = [part.decode() for part in self.collect(text.encode())]
+        texts: list[str] = json.loads(self.broadcast_text(json.dumps(collected)))
+        return texts
 
     def collect(self, data: bytes) -> list[bytes]:
-        """On rank 0 `data` of every rank, by rank, each received in its own size; on the others nothing."""
-        size = torch.tensor([len(data)])
-        content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        """On rank 0 `data` of every rank, by rank, each sent in its own size; on the others nothing."""
+        content = _ended(data)
+        sizes = [int(size) for size in self.gather(torch.tensor(len(content)))]
+        joined = self._together(lambda: self._join(content, sizes))
         if self.rank != 0:
-            dist.send(size, 0, group=self.group)
-            dist.send(content, 0, group=self.group)
             return []
-        collected = [data]
-        for rank in range(1, self.size):
-            dist.recv(size, rank, group=self.group)
-            content = torch.empty(max(int(size), 1), dtype=torch.uint8)
-            dist.recv(content, rank, group=self.group)
-            collected.append(content.numpy().tobytes()[: int(size)])
-        return collected
+        return [_without_end(part) for part in joined.split(sizes)]
 
-    def start_gather(self, values: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Start `gather`; call what is returned for its result."""
-        gathered = [torch.empty_like(values) for _ in range(self.size)]
-        work = dist.all_gather(gathered, values, group=self.group, async_op=True)
-        return lambda: _after(work, gathered)
+    def start_gather(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start `gather`; call what is returned for its rows, by rank. The start of another exchange waits for it."""
+        self._under_way()
+        rows, work = self._start_rows(values[None], 0)
+
+        @functools.cache
+        def finish() -> torch.Tensor:
+            self._under_way = list
+            return self._guarded(lambda: self._finish_rows(rows, work))
+
+        self._under_way = finish
+        return finish
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum `values`, on the host, over all ranks; call what is returned for the sum."""
-        work = dist.all_reduce(values, group=self.group, async_op=True)
-        return lambda: _after(work, values)
+        rows = self.start_gather(values)
+        return lambda: rows().sum(0, dtype=values.dtype)
+
+    def _together(self, exchange: Callable[[], _T]) -> _T:
+        """The result of an exchange that begins when the one under way has ended."""
+        self._under_way()
+        return self._guarded(exchange)
+
+    def _guarded(self, exchange: Callable[[], _T]) -> _T:
+        try:
+            return exchange()
+        except Exception:
+            break_groups(self.groups)  # whoever waits for this rank does not wait any longer
+            raise
+
+    def _start_rows(self, rows: torch.Tensor, level: int) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start to join the rows of a level's ranks, each of as many; with it the rows that will hold them."""
+        if level == len(self._levels):
+            return rows, None
+        ranks, group = self._levels[level]
+        joined = rows.new_empty(len(ranks), ranks.step, *rows.shape[1:])
+        own = rows.new_zeros(joined.shape[1:])
+        own[: len(rows)] = rows  # the last group may have fewer
+        work = self._guarded(lambda: dist.all_gather(list(joined), own, group=group, async_op=True))
+        joined = joined.flatten(0, 1)
+        return joined[: self.size - ranks[0]], work
+
+    def _finish_rows(self, rows: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+        for level, (ranks, _) in enumerate(self._levels, 1):
+            assert work is not None, "this rank is in the group"
+            work.wait()
+            if self.rank == ranks[0]:
+                rows, work = self._start_rows(rows, level)
+        if len(rows) < self.size:
+            rows = rows.new_empty(self.size, *rows.shape[1:])
+        for ranks, group in reversed(self._levels):
+            is_highest = ranks.step * WIDTH >= self.size
+            if not is_highest:
+                dist.broadcast(rows, group=group, group_src=0)
+        return rows
+
+    def _broadcast(self, data: torch.Tensor, source: int) -> None:
+        """`data` of rank `source`, into that of the others: up to the first ranks above it, then down to the others."""
+        down = []
+        for ranks, group in self._levels:
+            holder = source - source % ranks.step
+            if holder in ranks:
+                dist.broadcast(data, group=group, group_src=ranks.index(holder))
+            else:
+                down.append(group)
+        for group in reversed(down):
+            dist.broadcast(data, group=group, group_src=0)
+
+    def _join(self, data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """On rank 0 the bytes of all ranks, one after another; on the others some of them."""
+        for ranks, group in self._levels:
+            if self.rank != ranks[0]:
+                dist.send(data, group=group, group_dst=0)
+                break
+            parts = [data]
+            for place, rank in enumerate(ranks[1:], 1):
+                size = sum(sizes[rank : rank + ranks.step])
+                part = torch.empty(size, dtype=torch.uint8)
+                dist.recv(part, group=group, group_src=place)
+                parts.append(part)
+            data = torch.cat(parts)
+        return data
 
     def run_on_all(self, function: Callable[[], _T]) -> _T:
         """Call a function on every rank; if it fails on any, all raise."""
@@ -183,7 +272,8 @@ class StepAgreement:
         if self.is_settled:
             return
         self.is_settled = True
-        rows = [bytes(row.tolist()) for row in self._rows()]
+        data = self._rows().numpy().tobytes()
+        rows = [data[start : start + _ROW] for start in range(0, len(data), _ROW)]
         try:
             self._compare(rows)
         except Exception as error:
@@ -214,10 +304,13 @@ class StepAgreement:
             self._after.append(function)
 
 
-def _after[T](work: dist.Work | None, result: T) -> T:
-    assert work is not None, "this rank is in the group"
-    work.wait()
-    return result
+def _ended(data: bytes) -> torch.Tensor:
+    """The bytes, and one more: a tensor of none is not sent."""
+    return torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)
+
+
+def _without_end(content: torch.Tensor) -> bytes:
+    return content.numpy()[:-1].tobytes()
 
 
 def _same_kind(text: str, source: int) -> DynaPipeError:

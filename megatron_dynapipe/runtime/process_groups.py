@@ -2,7 +2,7 @@
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ PAIRWISE_NCCL = "nccl-lazy" if hasattr(dist.distributed_c10d, "ProcessGroupNCCLL
 From PyTorch 2.15 on `nccl` has one for a whole group, and binds the default group to a device."""
 TRANSFER_BLOCKS = 8
 """Thread blocks of a pending receive, which spins on the device until its peer sends; NVLink would get 16 or more."""
+_NEVER_SENT = 1 << 20
+"""Tag of a receive that nobody sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,16 @@ def bounded_waits(timeout_s: float, otherwise_s: float) -> Iterator[None]:
         yield
     finally:
         bound(otherwise_s)
+
+
+def break_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close the connections of gloo groups: whoever waits in them fails at once. A receive that expires does so."""
+    for group in groups:
+        peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        with contextlib.suppress(Exception):
+            work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+            assert work is not None, "this rank is in it"
+            work.wait(datetime.timedelta(milliseconds=1))
 
 
 def backend_of(device: torch.device) -> str:

@@ -86,7 +86,7 @@ def planned(
     control = ControlGroup(timeout_s=timeout_s)
     model = control.run_on_all(partial(_costs_of, models, costs))
     chosen = settings_of(models, control, model, memory_mb=memory_mb, layout=BatchLayout(layout), given=settings)
-    dist.destroy_process_group(control.group)
+    control.close()
     plans = Plans(
         models,
         planner_of(chosen, model),

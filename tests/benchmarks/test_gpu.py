@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def test_all_checks_pass_that_want_no_gpu(tmp_path):
         "t5: entry script, Transformer Engine's layers, against the CPU",
         "llama: planned against Megatron's own packed rows, loss on everything",
         "llama: planned against Megatron's own packed rows, loss on targets",
+        "llama: planned, attention by PyTorch's FlashAttention",
+        "llama: planned again",
         "llama: planned in eight bits, tensorwise",
         "llama: planned in eight bits, blockwise",
     }
@@ -167,7 +170,8 @@ def test_what_was_compared_before_a_comparison_failed_is_known(tmp_path, monkeyp
 def test_figures_of_throughput_are_those_of_its_report():
     turn = {"ms": 10.0, "real_tokens": 100, "positions": 100, "predicted_ms": None, "idle": [], "planning_ms": None}
     turn |= {"peaks_mb": [1.0], "micro_batches": 1, "loss": 1.0}
-    planned, slower = {0: turn, 1: turn}, {0: turn, 1: turn | {"ms": 20.0}}
+    of_plans = turn | {"idle": [0.2], "optimizer_ms": 1.5}
+    planned, slower = {0: of_plans, 1: of_plans}, {0: turn, 1: turn | {"ms": 20.0}}
     rows = [
         report.figures({"method": name}, turns, planned)
         for name, turns in (("planned", planned), ("token_based", slower))
@@ -176,6 +180,8 @@ def test_figures_of_throughput_are_those_of_its_report():
         "planned_tokens_per_s": 10_000.0,
         "token_based_tokens_per_s": 5_000.0,
         "token_based_ratio": 0.5,
+        "planned_outside_passes": 0.2,
+        "planned_optimizer": 0.15,
         "planned_first_loss": 1.0,
         "token_based_first_loss": 1.0,
     }
@@ -197,10 +203,12 @@ def test_megatrons_own_packed_rows_are_compared_with_planned_ones_for_both_losse
         assert check.make(case_of(tmp_path)) == {"stock_packed_tokens_per_s": 5.0, "stock_packed_ratio": 0.8}
     losses = [words[words.index("--dynapipe-loss") + 1] for words in ran]
     assert losses == ["everything", "targets"] and all("planned,stock_packed" in words for words in ran)
-    in_eight_bits = [check for check in timings.measurements(case_of(tmp_path)) if "eight bits" in check.name]
-    for check in in_eight_bits:
-        check.make(case_of(tmp_path))
-    assert [words[words.index("--fp8-recipe") + 1] for words in ran[2:]] == ["tensorwise", "blockwise"]
+    for check in timings.measurements(case_of(tmp_path)):
+        if re.search("by PyTorch|again$|eight bits", check.name):
+            check.make(case_of(tmp_path))
+    assert [words[words.index("--dynapipe-attention") + 1] for words in ran[2:3]] == ["sdpa"]
+    assert "--dynapipe-attention" not in ran[3] and "--fp8-recipe" not in ran[3]
+    assert [words[words.index("--fp8-recipe") + 1] for words in ran[4:]] == ["tensorwise", "blockwise"]
 
 
 @pytest.mark.parametrize(("outcome", "named"), [(MEASURED, True), (MEASURED_POORLY, False), (None, False)])

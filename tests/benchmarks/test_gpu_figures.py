@@ -6,9 +6,10 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.common import environment
-from benchmarks.gpu import composed, measure, planned, stages
+from benchmarks.gpu import composed, kernels, measure, planned, stages
 from benchmarks.gpu.planned import METHODS, ROWS, Planned
 from benchmarks.throughput import comparison, report, rows
 from megatron_dynapipe.choosing.planners import planner_of
@@ -142,6 +143,37 @@ def test_a_file_of_a_poor_fit_is_not_recommended(error, outcome, note):
     assert row["outcome"] == outcome
     if note is not None:
         assert note in row["note"] and "measure longer (--only llama3_8b)" in row["note"]
+
+
+def test_kernels_are_timed_in_turns_and_those_that_are_missing_say_why(tmp_path):
+    said = run_python("benchmarks/gpu/kernels.py", *SMALL, "--output", tmp_path / "kernels.json", timeout_s=240).stdout
+    cases = json.loads((tmp_path / "kernels.json").read_text())["cases"]
+    assert [case["part"] for case in cases] == list(kernels.PARTS)
+    ways = {case["part"]: case["ways"] for case in cases}
+    for part, way in (
+        ("cross_entropy", "ours, 2^22 logits at a time"),
+        ("cross_entropy", "Megatron's"),
+        ("weight_gradients", "as runs compute it"),
+        ("weight_gradients", "product, then added"),
+        ("padded_attention", "FlashAttention"),
+        ("instructions", "host"),
+    ):
+        assert ways[part][way]["ms"] > 0
+    assert ways["weight_gradients"]["as runs compute it"]["tflops"] > 0
+    assert ways["cross_entropy"]["ours, compiled"] == {"note": "a GPU's"}
+    assert "No module named" in ways["packed_attention"]["Transformer Engine's"]["note"]
+    assert "No module named" in said
+
+
+def test_a_kernel_that_raises_keeps_none_of_the_others_from_being_timed():
+    def fail() -> None:
+        raise RuntimeError("no such kernel\nmore")
+
+    calls: list[int] = []
+    case = kernels.Timed(name="a case", ways={"one": fail, "other": lambda: calls.append(1), "third": "not here"})
+    found = kernels.measured(case, torch.device("cpu"), kernels.time.monotonic() + 60)
+    assert found["one"] == {"note": "RuntimeError: no such kernel"} and found["third"] == {"note": "not here"}
+    assert found["other"]["ms"] >= 0 and len(calls) == 1 + kernels.ROUNDS
 
 
 @pytest.mark.slow

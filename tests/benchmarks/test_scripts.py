@@ -54,6 +54,16 @@ def test_methods_train_the_same_function(tmp_path):
     assert report["format"] == "dynapipe-throughput/1"
     losses = [row["first_loss"] for row in report["rows"]]
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+    assert all(0 < row["optimizer_share"] < 1 for row in report["rows"])
+
+
+def test_agreements_of_all_ranks_are_timed():
+    words = ("--processes", "3", "--rounds", "2", "--played", "130")
+    said = run_python("-m", "benchmarks.service.agreement", *words, timeout_s=240).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()[2:]]
+    of_one, of_groups, of_played = rows
+    assert [of_one[:2], of_groups[:2]] == [["one group", "3"], ["groups of 64", "3"]]
+    assert of_played[1] == "130, 66 played" and 65 <= int(of_played[2]) < 90
 
 
 def test_the_choice_is_held_against_the_published_best_layout():

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from megatron_dynapipe.core.errors import ExecutionError
+from megatron_dynapipe.runtime import control_group
 from tests.helpers.processes import RanksFailedError, run_ranks
 from tests.modules.test_pipeline import toy_batch, toy_loss, toy_pipeline
 
 
-def fail(rank: int, world_size: int) -> None:
+def fail(rank: int, world_size: int, width: int) -> None:
     """First the loss of one rank raises, then, in new groups, another one dies; everyone says what it got."""
+    control_group.WIDTH = width
     part, pipeline = toy_pipeline(replicas=2, split_points=["layers.1"])
 
     def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
@@ -38,9 +40,10 @@ def fail(rank: int, world_size: int) -> None:
     raise AssertionError(f"{said} {raised.value} {time.monotonic() - begin < 60}")
 
 
-def test_peers_name_the_rank_that_failed():
+@pytest.mark.parametrize("width", [2, 64], ids=["ranks agree over groups of two", "over one group"])
+def test_peers_name_the_rank_that_failed(width):
     with pytest.raises(RanksFailedError) as raised:
-        run_ranks(fail, 4)
+        run_ranks(fail, 4, {"width": width})
     first, dead = "rank 2 failed: ValueError: no such label", "rank 3 has ended or is cut off"
     ranks = [text for text in str(raised.value).splitlines() if text.startswith("AssertionError")]
     assert len(ranks) == 3, str(raised.value)

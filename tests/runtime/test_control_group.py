@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from megatron_dynapipe.core.units import ModelFamily
 from megatron_dynapipe.costing import CPU_RATES, ModelShape
 from megatron_dynapipe.sampling import SamplerSettings
 from megatron_dynapipe.service import AnalyticCosts, PlanInputs, SplitSettings
-from tests.helpers.processes import in_ranks, run_ranks
+from tests.helpers.processes import RanksFailedError, in_ranks, run_ranks
 from tests.helpers.random_dataset import make_dataset
 from tests.helpers.settings import settings_in_layers
+from tests.helpers.waiting import until
 
 
 def _control():
@@ -50,6 +52,60 @@ def test_what_all_ranks_agree_on(rank):
     )
     with pytest.raises(PlanError, match=said):
         control.start_agreement(None, plan=OTHER if rank == 2 else SAME, what="iteration 4").settle()
+
+
+@in_ranks(7)
+def test_groups_of_groups_carry_what_one_group_would(rank):
+    """Seven ranks in pairs, pairs of pairs and one above: the last pair lacks its second rank."""
+    import torch
+
+    from megatron_dynapipe.runtime import control_group
+
+    control_group.WIDTH = 2
+    control, ranks = _control(), range(7)
+    assert len(control.groups) == [3, 1, 2, 1, 3, 1, 1][rank]
+    texts = [control.broadcast_text(f"{rank} ü" * rank, source=source) for source in ranks]
+    assert texts == [f"{source} ü" * source for source in ranks]
+    assert control.gather_texts("x" * rank) == ["x" * other for other in ranks]
+    assert control.collect(b"y" * rank) == ([b"y" * other for other in ranks] if rank == 0 else [])
+    rows = control.start_gather(torch.tensor([[rank, 0.5]]))
+    total = control.start_sum(torch.tensor([rank, 2], dtype=torch.int32))
+    assert total().tolist() == [21, 14]
+    assert [row.tolist() for row in rows()] == [[[other, 0.5]] for other in ranks]
+    assert [int(value) for value in control.gather(torch.tensor(rank))] == list(ranks)
+    agreement = control.start_agreement(OSError("full") if rank == 5 else None)
+    with pytest.raises(OSError if rank == 5 else PlannerFailedError, match="full"):
+        agreement.settle()
+    control.start_agreement(None).settle()
+    control.close()
+
+
+def _lose_a_rank(*, rank: int, world_size: int, lost: int, is_killed: bool, folder: str) -> None:
+    import torch.distributed as dist
+
+    from megatron_dynapipe.runtime import control_group
+
+    control_group.WIDTH = 2
+    dist.init_process_group("gloo")
+    control = control_group.ControlGroup(timeout_s=600 if is_killed else 3)
+    control.start_agreement(None).settle()
+    others = [Path(folder, f"{other} was told") for other in range(world_size) if other != lost]
+    if rank != lost:
+        with pytest.raises(RuntimeError):
+            control.start_agreement(None).settle()
+        Path(folder, f"{rank} was told").touch()
+    elif is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until(lambda: all(file.exists() for file in others), 20)  # none ends before every other is told
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
+@pytest.mark.parametrize("lost", [3, 4, 0], ids=["second of a pair", "first of a pair of pairs", "first of all"])
+def test_a_lost_rank_ends_the_others_in_whatever_group_they_are(tmp_path, lost, is_killed):
+    """A killed one at once, long before the deadline; one that hangs at the deadline."""
+    with pytest.raises(RanksFailedError, match="exit code -9") if is_killed else nullcontext():
+        run_ranks(_lose_a_rank, 7, {"lost": lost, "is_killed": is_killed, "folder": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 SAME, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2

@@ -10,6 +10,9 @@ one length is enough where nothing is compiled (TORCH_COMPILE_DISABLE).
 What picks a kernel by its sizes, as cuBLAS does, meets the first plan's sizes when its list is run alone
 (`forward_backward.run_iteration`). It need not meet sizes of later plans: on several stages all kernels of libraries
 are loaded from the start (`CUDA_MODULE_LOADING=EAGER`, `entry/bootstrap.py`), so that another pick loads nothing.
+Kernels that cuDNN compiles for Transformer Engine's attention are not among these: rows of another power of two of
+positions or samples (`models/engine_attention.py`) may load one later. No device has shown whether that waits for a
+pending receive; the watchdogs would name such a wait (docs/reliability.md).
 """
 
 import importlib

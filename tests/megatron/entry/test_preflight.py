@@ -52,6 +52,7 @@ def test_what_cannot_train_is_refused_before_megatron_starts(family, flags, said
     [
         ("t5", {}, "expected a cost model of a t5 model"),
         ("gpt", {"heads": msgspec.Raw(b"7")}, "was measured on another model: this one has heads 4 in place of the"),
+        ("gpt", {"eight_bits": msgspec.Raw(b"true")}, "this one has products in eight bits in place of the file's, or"),
     ],
 )
 def test_costs_of_another_model_are_refused(family, model, said, data, tmp_path):
