@@ -39,7 +39,9 @@ def measure_links(device: torch.device) -> dict[str, Link]:
     if inside > 1:
         group = dist.new_group(list(range(inside)))
         if isinstance(group, dist.ProcessGroup):  # which this rank is in
-            most = LARGE_BYTES if device.type == "cuda" else LARGE_BYTES // inside
+            most = LARGE_BYTES
+            if device.type == "cpu":  # all of them copy in the same memory
+                most //= inside
             gather_s = partial(_gather_s, group, device)
             links[GATHERS] = _link(gather_s, most, steps=inside - 1)
             dist.destroy_process_group(group)
@@ -51,7 +53,8 @@ def sum_own_part(every: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The rank's own part, along the first dimension, of the sum of all ranks' tensors: a reduce-scatter."""
     if dist.get_backend(group) == "gloo":  # which has none
         dist.all_reduce(every, group=group)
-        return every.chunk(group.size())[dist.get_rank(group)]
+        parts = every.chunk(group.size())
+        return parts[dist.get_rank(group)]
     own = every.new_empty(len(every) // group.size(), *every.shape[1:])
     dist.reduce_scatter_tensor(own, every, group=group)
     return own

@@ -231,8 +231,11 @@ def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> lis
             count = int(its.argmin())
             if its[count] < without * (1 - LEAST_GAIN):
                 found.append((float(its[count]), (size, teams, count + 1, others)))
-    leaving = {choice[2:]: (ends, choice) for ends, choice in sorted(found, reverse=True)}
-    different = sorted(leaving.values())  # in what they leave to other replicas
+    by_rest: dict[tuple[int, ...], tuple[float, Choice]] = {}
+    for promised, choice in sorted(found, reverse=True):  # of those that leave the same to others, the most promising
+        left = choice[2:] if choice[3] else choice
+        by_rest[left] = promised, choice
+    different = sorted(by_rest.values())
     after = [each for each in different if each[1][3] == replicas][:1]
     beside = [each for each in different if each[1][3] < replicas][:STARTED]
     near = [each for each in beside if each[0] < beside[0][0] * (1 + NEAR)]
