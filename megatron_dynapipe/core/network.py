@@ -14,7 +14,8 @@ from megatron_dynapipe.core.errors import ConfigError
 
 INTRA_NODE = "intra-node"
 INTER_NODE = "inter-node"
-"""Kinds of links between ranks, as files name them."""
+GATHERS = "gathers"
+"""Kinds of links between ranks, as files name them; the last one: gathers between the ranks of a node."""
 
 
 class ScatterGather(enum.StrEnum):
@@ -36,10 +37,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Links between devices: one kind inside a node, one between nodes.
+    """Links between devices: one kind inside a node, one between nodes; gathers inside a node, where measured.
 
-    Ranks are counted as Megatron places them: tensor parallel first, then data parallel, then pipeline; so stages lie
-    on nodes in order, `devices_per_node / (data parallel × tensor parallel)` to a node.
+    Megatron places tensor-parallel ranks first, then data-parallel ones, then stages, which so lie on nodes in order.
     """
 
     devices_per_node: int = 8
@@ -47,6 +47,7 @@ class Network:
     inter_node_gbps: float = 100.0
     intra_node_latency_us: float = 0.0
     inter_node_latency_us: float = 4000.0
+    gathers: Link | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("devices_per_node", 2**20), ("intra_node_gbps", math.inf), ("inter_node_gbps", math.inf)):
@@ -64,7 +65,7 @@ class Network:
             if (link := measured.get(kind)) is not None:
                 numbers |= {f"{name}_gbps": link.gbps, f"{name}_latency_us": link.latency_us}
         numbers |= {name: value for name, value in chosen.items() if value is not None}
-        return cls(devices_per_node=devices_per_node, **numbers)
+        return cls(devices_per_node=devices_per_node, gathers=measured.get(GATHERS), **numbers)
 
 
 class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,8 +73,7 @@ class TransferRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         receive_ahead: passes that may run between a receive's start and the wait for it; 0 starts it right before its
-            wait, None as early as one receive at a time on a channel allows. More may run where every order would
-            stall otherwise.
+            wait, None as early as one receive at a time on a channel allows.
         ordered_starts: a send's start completes only when its channel's previous message is through, as where streams
             share one hardware queue. Plans in which stages would then wait for one another are not made.
     """

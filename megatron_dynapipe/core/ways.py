@@ -9,6 +9,7 @@ Rules of transfers under which a candidate has no order are relaxed here, and no
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Protocol
 
 from megatron_dynapipe.core.batch import Samples
@@ -112,8 +113,8 @@ class Way(Protocol):
 def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Candidate, ScheduledBatch] | None:
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
-    Two are searched: the default, and the other one that is ahead where searches start, if there is one. The
-    other one is left out if the default follows a precedent.
+    Two are searched: the default, and the other one that is ahead where searches start, if there is one. The default
+    is left out if it cannot be faster than the other, the other if the default follows a precedent.
 
     Raises:
         StallError: every order of one that is searched stalls.
@@ -125,15 +126,14 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
             return default, following
     ahead = default if len(candidates) == 1 and default is not None else _ahead(candidates)
     found: tuple[Candidate, ScheduledBatch] | None = None
-    least = 0
+    least = inf
     for candidate in dict.fromkeys((ahead, default)):
-        scheduled = None if candidate is None else candidate.scheduled(chosen)
-        if candidate is None or scheduled is None:
+        if candidate is None or candidate.takes(0) >= least:
             continue
-        takes = candidate.takes(scheduled.makespan_ns)
-        if found is None or takes < least:
-            found = candidate, scheduled
-            least = takes
+        if (scheduled := candidate.scheduled(chosen)) is None:
+            continue
+        if (takes := candidate.takes(scheduled.makespan_ns)) < least:
+            found, least = (candidate, scheduled), takes
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dynapipe.core.costs import ABSENT, ATTENTION, LARGEST_COST, CostTables, IntArray, Quantity
-from megatron_dynapipe.core.network import Network
+from megatron_dynapipe.core.network import Link, Network
 from megatron_dynapipe.core.units import Recompute
 from megatron_dynapipe.costing.pieces import piece_costs
 
@@ -55,9 +55,8 @@ def share_costs(
     its = costs[:, tables.kinds.index(ATTENTION)]
     of_member = 2 * tables.key_value_channels * own * element_bytes  # keys and values
     inside = members_inside(network, tensor_parallel)
-    gbps = np.where(
-        ranks > inside, min(network.intra_node_gbps, inside * network.inter_node_gbps), network.intra_node_gbps
-    )
+    own_gbps = _link_inside(network).gbps
+    gbps = np.where(ranks > inside, min(own_gbps, inside * network.inter_node_gbps), own_gbps)
     once_ns = (ranks - 1) * of_member * BITS / gbps
     its[:, Quantity.FORWARD] += np.rint(once_ns).astype(np.int64)
     its[:, Quantity.BACKWARD] += np.rint(gathers_again(recompute) * once_ns).astype(np.int64)
@@ -69,7 +68,7 @@ def share_costs(
 def latency_ns(ranks: int | IntArray, network: Network, *, tensor_parallel: int) -> IntArray:
     """What a row of shares waits for the start of its gathers, of keys and of values, once in a layer."""
     is_between = ranks > members_inside(network, tensor_parallel)
-    latency_us = np.where(is_between, network.inter_node_latency_us, network.intra_node_latency_us)
+    latency_us = np.where(is_between, network.inter_node_latency_us, _link_inside(network).latency_us)
     return np.rint(2_000 * latency_us).astype(np.int64)
 
 
@@ -90,6 +89,11 @@ def with_latency(tables: CostTables, recompute: Recompute, once_ns: int) -> Cost
         separate=None if tables.separate is None else later(tables.separate),
         packed=None if tables.packed is None else replace(tables.packed, linear=later(tables.packed.linear)),
     )
+
+
+def _link_inside(network: Network) -> Link:
+    """The one that members in a node gather over: as gathers were measured, else as messages are sent."""
+    return network.gathers or Link(latency_us=network.intra_node_latency_us, gbps=network.intra_node_gbps)
 
 
 def members_inside(network: Network, tensor_parallel: int) -> int:

@@ -16,7 +16,7 @@ best choices. Without a long sample, or a choice that promises `LEAST_GAIN`, not
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from typing import Any
 
 import msgspec
@@ -46,6 +46,9 @@ STARTED = 2
 """Choices of teams with others next to them that searches start from, and one with others after them."""
 NEAR = 0.1
 """If the second one promises to take longer by this share, the first alone is."""
+SURE = 0.9
+"""No plan takes less than this part of its samples' work by itself; where that is more than another plan takes, none is
+started."""
 Choice = tuple[int, int, int, int]
 """(size, teams, samples, others): so many teams of that size run the samples of most work, and so many replicas the
 others: those that are in no team, or afterwards all of them."""
@@ -64,27 +67,55 @@ class Teams:
         """The other ways' for all samples; and, where that promises to be faster, next to teams or after them."""
         if not can_cut(problem):
             notice("no teams of replicas: the cost model does not say how wide keys are")
-        return self._candidates(samples, problem, self._settings.context_teams)
+        if problem.forward_only or not can_cut(problem):
+            return self._proposed(samples, problem)
+        least, alone = _stage_times(problem)
+        if not self._has_long(alone):
+            return self._proposed(samples, problem)
+        sizes = team_sizes(self._settings.context_teams)
+        shared = {ranks: self._shared(samples, problem, ranks) for ranks in sizes}
+        times = {ranks: _stage_times(one.problem)[1] for ranks, one in shared.items()}
+        return self._candidates(samples, problem, shared, {0: least, 1: alone} | times)
 
-    def _candidates(self, samples: Samples, problem: BatchProblem, most: int) -> Sequence[Candidate]:
-        """As `candidates`, with teams of at most so many."""
-        proposed = list(self._proposed(samples, problem))
-        replicas = self._settings.data_parallel
-        if problem.forward_only or not can_cut(problem) or most == 1:
-            return proposed
-        alone = _stage_times(problem)
+    def _has_long(self, alone: IntArray) -> bool:
         by_sample = alone.sum(axis=1)
-        if by_sample.min() > 0 and by_sample.max() * replicas < LONG * by_sample.sum():
-            return proposed
-        shared = {ranks: self._shared(samples, problem, ranks) for ranks in team_sizes(most)}
-        work = {1: alone} | {ranks: _stage_times(one.problem) for ranks, one in shared.items()}
-        order = np.lexsort((np.arange(len(alone)), -work[max(work)].sum(axis=1)))
-        for choice in choices_of(work, order, replicas):
-            proposed += self._with_teams(samples, problem, shared[choice[0]], choice, order)
-        return proposed
+        is_short = by_sample.max() * self._settings.data_parallel < LONG * by_sample.sum()
+        all_fit = by_sample.min() > 0
+        return not (all_fit and is_short)
 
-    def _proposed(self, samples: Samples, problem: BatchProblem) -> chain[Candidate]:
-        return chain.from_iterable(way.candidates(samples, problem) for way in self._ways)
+    def _candidates(
+        self, samples: Samples, problem: BatchProblem, shared: dict[int, Candidate], work: dict[int, IntArray]
+    ) -> Sequence[Candidate]:
+        """As `candidates`; those that surely gain come first, so that the start of any other is compared with theirs.
+
+        Args:
+            samples: of a batch, or what teams leave of it.
+            problem: of planning them.
+            shared: by ranks, all samples in shares, on one team.
+            work: as `choices_of`; of 0 what whole samples take at least, in any memory.
+        """
+        bound = SURE * _rest_times(work[0], problem.replicas, fills=False)[0]
+        least_ns = 0 if bound == np.inf else int(bound)
+        takes = partial(max, least_ns)
+        proposed = self._proposed(samples, problem)
+        others = [replace(candidate, takes=takes) for candidate in proposed]
+        if not shared or not self._has_long(work[1]):
+            return others
+        order = np.lexsort((np.arange(len(work[1])), -work[max(work)].sum(axis=1)))
+        choices = choices_of(
+            {ranks: work[ranks] for ranks in (1, *shared)},
+            order,
+            self._settings.data_parallel,
+        )
+        teams: list[Candidate] = []
+        for _, choice in choices:
+            teams += self._with_teams(samples, problem, shared, work, choice, order)
+        if choices and choices[0][0] < bound:
+            return [*teams, *others]
+        return [*others, *teams]
+
+    def _proposed(self, samples: Samples, problem: BatchProblem) -> list[Candidate]:
+        return [*chain.from_iterable(way.candidates(samples, problem) for way in self._ways)]
 
     def _shared(self, samples: Samples, problem: BatchProblem, ranks: int) -> Candidate:
         """All samples in shares, on one team."""
@@ -118,25 +149,39 @@ class Teams:
         )
 
     def _with_teams(
-        self, samples: Samples, problem: BatchProblem, shared: Candidate, choice: Choice, order: IntArray
+        self,
+        samples: Samples,
+        problem: BatchProblem,
+        shared: dict[int, Candidate],
+        work: dict[int, IntArray],
+        choice: Choice,
+        order: IntArray,
     ) -> Sequence[Candidate]:
         """Candidates for the samples that teams leave, next to them or after them; none where teams do not fit."""
         size, teams, count, others = choice
         once_ns = int(latency_ns(size, self._settings.network, tensor_parallel=self._settings.tensor_parallel))
         modes = zip(problem.modes, self._settings.recompute, strict=True)
-        of_rows = replace(shared.problem, modes=tuple(with_latency(tables, mode, once_ns) for tables, mode in modes))
+        of_size = shared[size]
+        of_rows = replace(of_size.problem, modes=tuple(with_latency(tables, mode, once_ns) for tables, mode in modes))
         long = np.sort(order[:count])
-        team = _part(replace(shared, problem=of_rows), long, min(teams, count))
+        team = _part(replace(of_size, problem=of_rows), long, min(teams, count))
         started = team.start()
         if started is None:
             return []
         join = partial(_joined, _at(samples, long), team, choice, self._settings)
         if count == len(order):
             return [replace(team, spread=lambda planned: join(None, planned))]
-        rest = _at(samples, np.sort(order[count:]))
+        places = np.sort(order[count:])
+        rest = _at(samples, places)
         left = replace(problem_of(problem, rest), replicas=min(others, len(rest.ids)))
         is_after = others == self._settings.data_parallel
-        proposed = self._candidates(rest, left, size // 2) if is_after else self._proposed(rest, left)
+        smaller = [ranks for ranks in shared if is_after and ranks < size]
+        proposed = self._candidates(
+            rest,
+            left,
+            {ranks: _part(shared[ranks], places, 1) for ranks in smaller},
+            {ranks: work[ranks][places] for ranks in (0, 1, *smaller)},
+        )
         if problem.layout.stages == 1:  # on one stage pieces save memory alone, and what is left fits whole
             proposed = [candidate for candidate in proposed if candidate.problem.chains is None] or proposed
         ends = (lambda ns: ns + started.makespan_ns) if is_after else partial(max, started.makespan_ns)
@@ -153,8 +198,8 @@ def _beside(candidate: Candidate, join: Callable[..., Planned], ends: Callable[[
     return replace(candidate, is_default=False, missed="", takes=lambda ns: ends(takes(ns)), spread=spread)
 
 
-def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> list[Choice]:
-    """Teams to start from, the most promising first; none that promise to gain less than `LEAST_GAIN`.
+def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> list[tuple[float, Choice]]:
+    """Teams to start from and ns that they promise, the least first; none that gain less than `LEAST_GAIN`.
 
     A replica takes as long as its stage that has most work, and that of its longest sample, whose pieces run on all
     stages at once. A team's samples have no pieces: the longest one's way through the other stages comes before.
@@ -186,10 +231,15 @@ def choices_of(work: dict[int, IntArray], order: IntArray, replicas: int) -> lis
             count = int(its.argmin())
             if its[count] < without * (1 - LEAST_GAIN):
                 found.append((float(its[count]), (size, teams, count + 1, others)))
-    after = sorted(each for each in found if each[1][3] == replicas)[:1]
-    beside = sorted(each for each in found if each[1][3] < replicas)[:STARTED]
+    by_rest: dict[tuple[int, ...], tuple[float, Choice]] = {}
+    for promised, choice in sorted(found, reverse=True):  # of those that leave the same to others, the most promising
+        left = choice[2:] if choice[3] else choice
+        by_rest[left] = promised, choice
+    different = sorted(by_rest.values())
+    after = [each for each in different if each[1][3] == replicas][:1]
+    beside = [each for each in different if each[1][3] < replicas][:STARTED]
     near = [each for each in beside if each[0] < beside[0][0] * (1 + NEAR)]
-    return [choice for _, choice in sorted(near + after, key=lambda each: each[0])]
+    return sorted(near + after, key=lambda each: each[0])
 
 
 def _rest_times(times: IntArray, runners: int, *, fills: bool) -> Floats:
@@ -209,19 +259,22 @@ def _rest_times(times: IntArray, runners: int, *, fills: bool) -> Floats:
 
 
 def _stage_times(problem: BatchProblem) -> IntArray:
-    """ns of each sample on every stage, by itself or in a row of samples like it, under the fastest mode; 0 where it is
-    not covered or does not fit."""
-    packed = BatchLayout.PACKED if BatchLayout.PACKED in problem.batch_layouts else BatchLayout.PADDED
+    """ns of each sample on every stage, by itself or in a row of samples like it, under the fastest layout and mode: of
+    all that are covered, and of those that fit; 0 where there is none. int64[2, samples, stages]."""
     room = problem.memory_limit_bytes - problem.model_state_bytes
-    times = np.zeros((len(problem.inputs), problem.layout.stages), np.int64)
-    for copies in (np.ones_like(problem.inputs), np.maximum(ROW // np.maximum(problem.inputs, 1), 1)):
+    times = np.zeros((2, len(problem.inputs), problem.layout.stages), np.int64)
+    alone = np.ones_like(problem.inputs)
+    filling = np.maximum(ROW // np.maximum(problem.inputs, 1), 1)
+    for copies in (alone, filling):
         rows = [np.full(count, sample) for sample, count in enumerate(copies.tolist())]
-        for mode in range(len(problem.modes)):
-            costs, covered = problem.costs_of(rows, [packed] * len(rows), np.full(len(rows), mode))
-            fits = covered & (costs.bytes_alone <= room).all(axis=1)
+        for layout, mode in product(problem.batch_layouts, range(len(problem.modes))):
+            costs, covered = problem.costs_of(rows, [layout] * len(rows), np.full(len(rows), mode))
             its = costs.stage_times_ns // copies[:, None]
-            better = fits & ((times.sum(axis=1) == 0) | (its.sum(axis=1) < times.sum(axis=1)))
-            times[better] = its[better]
+            fits = covered & (costs.bytes_alone <= room).all(axis=1)
+            for known, usable in zip(times, (covered, fits), strict=True):
+                before = known.sum(axis=1)
+                better = usable & ((before == 0) | (its.sum(axis=1) < before))
+                known[better] = its[better]
     return times
 
 

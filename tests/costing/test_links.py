@@ -1,5 +1,7 @@
 """Links between stages: their speeds, and which messages are divided over tensor-parallel ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,8 @@ def test_given_links_win_over_measured_ones_and_these_over_defaults(given, measu
     intra = network.intra_node_gbps, network.intra_node_latency_us
     inter = network.inter_node_gbps, network.inter_node_latency_us
     assert (*intra, *inter) == expected
+    assert network.gathers is None
+    assert Network.over({**measured, "gathers": SLOW}, devices_per_node=4, **given) == replace(network, gathers=SLOW)
 
 
 @pytest.mark.parametrize("setting", [{"intra_node_gbps": 0}, {"devices_per_node": 0}, {"inter_node_latency_us": -1}])

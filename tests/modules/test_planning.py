@@ -300,7 +300,7 @@ def test_a_profiled_and_planned_split_trains_as_the_whole_model():
     costs = SegmentCosts.decode(ranks[0]["costs"].encode())
     assert costs.points == ("cuts.0", "cuts.1", "cuts.2")
     assert all(segment.total_ms() > 0 and segment.parameters > 0 for segment in costs.segments)
-    assert set(costs.links) == {"intra-node"}
+    assert set(costs.links) == {"intra-node", "gathers"}
 
 
 @pytest.mark.slow

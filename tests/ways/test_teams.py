@@ -16,10 +16,12 @@ from megatron_dynapipe.cli.show import _text
 from megatron_dynapipe.core.costs import HEAD, CostTables, Quantity
 from megatron_dynapipe.core.errors import ConfigError, InfeasibleError, PlanError
 from megatron_dynapipe.core.native import fast_verify
-from megatron_dynapipe.core.network import Network
+from megatron_dynapipe.core.network import Link, Network
 from megatron_dynapipe.core.orders import ScheduleSettings
 from megatron_dynapipe.core.plan import IterationPlan, ReplicaPlan
 from megatron_dynapipe.core.planner import Planner
+from megatron_dynapipe.core.problem import BatchProblem
+from megatron_dynapipe.core.scheduling import schedule_batch
 from megatron_dynapipe.core.search import notice
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing.pieces import piece_costs
@@ -202,6 +204,18 @@ def test_a_long_sample_goes_to_a_team(stages: int, labels: bool) -> None:
         assert [mb.labels[mb.sample_ids.index(0)] for mb in first] == [3000]
 
 
+def test_whole_samples_are_not_searched_where_teams_surely_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def counted(problem: BatchProblem, *rest: Any, **how: Any) -> Any:
+        searched.append(len(problem.inputs) if problem.piece_costs is None else 0)
+        return schedule_batch(problem, *rest, **how)
+
+    monkeypatch.setattr("megatron_dynapipe.core.ways.schedule_batch", counted)
+    assert largest_team(planner_with_teams(4).plan(of_lengths([9000, *[100] * 30]), 0)) > 1
+    assert searched and max(searched) < 31
+
+
 def test_pieces_of_a_given_size_come_after_a_team() -> None:
     lengths = [9000, *[900] * 12]
     plan = planner_with_teams(4, slices=256).plan(of_lengths(lengths), 0)
@@ -282,13 +296,13 @@ def test_teams_are_chosen_by_work() -> None:
     alone = work((100,), (20,), (20,))
     of_two, of_four = alone // 2, alone // 4
     by_work = {1: alone, 2: of_two, 4: of_four}
-    assert choices_of(by_work, np.arange(3), 4)[0] == (4, 1, 3, 0)
-    assert choices_of({1: alone, 2: of_two}, np.arange(3), 4)[0] == (2, 1, 1, 2)
+    assert choices_of(by_work, np.arange(3), 4)[0] == (35.0, (4, 1, 3, 0))
+    assert choices_of({1: alone, 2: of_two}, np.arange(3), 4)[0] == (50.0, (2, 1, 1, 2))
     after = {1: work((100,), (20,), (20,), (20,), (20,)), 4: work((25,), (18,), (18,), (18,), (18,))}
-    assert choices_of(after, np.arange(5), 4)[0] == (4, 1, 1, 4)
+    assert choices_of(after, np.arange(5), 4)[0] == (45.0, (4, 1, 1, 4))
     assert choices_of({1: work((20,), (20,)), 2: work((10,), (10,))}, np.arange(2), 2) == []
     with_nowhere_else = {1: work((0,), (20,)), 2: work((50,), (10,))}
-    assert choices_of(with_nowhere_else, np.arange(2), 2) == [(2, 1, 2, 0), (2, 1, 1, 2)]
+    assert choices_of(with_nowhere_else, np.arange(2), 2) == [(60.0, (2, 1, 2, 0)), (70.0, (2, 1, 1, 2))]
     assert choices_of({1: work((0,), (20,)), 2: work((0,), (10,))}, np.arange(2), 2) == []
 
 
@@ -367,6 +381,11 @@ def test_teams_gather_over_the_links_that_they_span(ranks: int, tensor_parallel:
     more = (rows - rows_before)[0]
     assert abs(more[Quantity.FORWARD] - latency) <= 1 and abs(more[Quantity.BACKWARD] - 2 * latency) <= 1
     assert not (rows - rows_before)[1:].any(), "attention alone gathers"
+    measured = dataclasses.replace(network, gathers=Link(latency_us=1.5, gbps=50.0))
+    its = price(network=measured, tensor_parallel=tensor_parallel)[0, 0, Quantity.FORWARD] - free
+    assert its == pytest.approx(found * gbps / min(gbps, 50.0), rel=1e-4)
+    is_inside = ranks * tensor_parallel <= 2
+    assert latency_ns(ranks, measured, tensor_parallel=tensor_parallel) == (3_000 if is_inside else latency)
 
 
 def lengths_of(*lengths: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dynapipe.core.errors import ExecutionError
 from megatron_dynapipe.megatron.models.packed_rows import PackedRow
+from megatron_dynapipe.runtime.links import sum_own_part
 
 Teams = dict[int, dist.ProcessGroup]
 """This rank's team of each size, by size."""
@@ -61,14 +62,7 @@ class TeamKeys:
         positions = own.shape[:-2].numel()
         every = gradient.new_zeros(self._group.size() * positions, *own.shape[-2:])
         every.index_add_(0, self._places, gradient)
-        if dist.get_backend(self._group) == "gloo":  # which has no reduce-scatter
-            dist.all_reduce(every, group=self._group)
-            summed = every.split(positions)[dist.get_rank(self._group)]
-        else:
-            summed = every.new_empty(positions, *every.shape[1:])
-            dist.reduce_scatter_tensor(summed, every, group=self._group)
-        shaped: Tensor = summed.view(own.shape)
-        return shaped
+        return sum_own_part(every, self._group).view(own.shape)
 
     @contextlib.contextmanager
     def gathered_again(self) -> Iterator[None]:

@@ -141,6 +141,8 @@ TEAMS = (
     "gpt 1x2x4, teams 2+2/4, losses of targets, overlapped, divided *",
     "gpt 1x1x4, teams 2+1+1, losses of targets, packed, distributed optimizer",
     "gpt 1x2x2, teams 2, pattern *-*--*, layers 3+3, rows mixed",
+    "gpt 1x2x4, teams 4/2+1+1, selective, divided, rows mixed",
+    "gpt 2x1x2, teams 2, losses of targets, sequence parallel, recompute mixed, packed, distributed optimizer",
 )
 HALF = (
     "gpt 1x2x1, divided, fp16",

@@ -97,7 +97,8 @@ def test_ranks_share_a_layer_and_measure_their_link(tmp_path: Path) -> None:
     assert status == 0, errors
     file = json.loads((tmp_path / "m.json").read_text())
     assert list(file["keys"]) == ["tp2_none"]
-    assert file["links"]["intra-node"]["gbps"] > 0 and file["links"]["intra-node"]["latency_us"] > 0
+    for kind in ("intra-node", "gathers"):
+        assert file["links"][kind]["gbps"] > 0 and file["links"][kind]["latency_us"] > 0
     state = TableCostModel.load(tmp_path / "m.json").tables(tensor_parallel=2, recompute=Recompute.NONE).state
     assert sum(state.modules.values()) == pytest.approx(12 * 32 * 32, rel=0.1)
 
