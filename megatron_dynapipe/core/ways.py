@@ -149,7 +149,6 @@ def _ahead(candidates: Sequence[Candidate]) -> Candidate | None:
         if started is None or (least is not None and takes >= least):
             continue
         ahead = candidate
-        least = takes
-        if candidate.is_default:
-            least = int(least * (1 + MARGIN_OF_FEW if started.rows <= FEW_ROWS else 1 - LEAST_GAIN))
+        is_of_few = candidate.is_default and started.rows <= FEW_ROWS
+        least = int(takes * (1 + MARGIN_OF_FEW if is_of_few else 1 - LEAST_GAIN))
     return ahead
