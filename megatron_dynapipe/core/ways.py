@@ -22,7 +22,7 @@ from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
 LEAST_GAIN = 0.01
-"""A candidate is searched, too, if its start is faster than the default's by this share."""
+"""A candidate is searched, too, if its start is faster than that of any before it by this share."""
 MARGIN_OF_FEW = 0.25
 """If the default has few rows, a candidate's start may be slower by this share: such starts tell little."""
 
