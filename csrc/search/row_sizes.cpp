@@ -46,11 +46,14 @@ void RowSizes::classify() {
 int64_t RowSizes::estimate(int64_t size, int64_t rows) {
     const size_t stages = problem_.stages(), modes = problem_.modes.size();
     std::vector<Share> fast(stages, Share{0, 0, 0}), light = fast, first, last;  // of all samples: [stages]
+    const auto covers = [&](size_t mode, const LengthClass& samples, std::vector<Share>& its) {
+        return samples_.freedom().allows(mode) && costs_.shares(mode, samples.sample, size, its);
+    };
     for (const LengthClass& samples : classes_) {
         size_t mode = 0;
-        while (mode < modes && !costs_.shares(mode, samples.sample, size, first)) ++mode;
+        while (mode < modes && !covers(mode, samples, first)) ++mode;
         if (mode == modes) return kUnreachable;
-        if (mode + 1 == modes || !costs_.shares(modes - 1, samples.sample, size, last)) last = first;
+        if (mode + 1 == modes || !covers(modes - 1, samples, last)) last = first;
         const auto count = static_cast<int64_t>(samples.members.size());
         for (size_t v = 0; v < problem_.modules.size(); ++v)
             for (const auto& [all, of] : {std::pair(&fast, &first), std::pair(&light, &last)}) {

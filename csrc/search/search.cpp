@@ -26,8 +26,8 @@ constexpr int64_t kLeastWindow = 200;
 constexpr int64_t kLeastOfWindow = 10'000;
 // A plan that follows another begins at most such a part above what is expected of it, has a part of the evaluations,
 // and ends at most such a part above.
-constexpr int64_t kNearAtFirst = 25, kNearAtLast = 125;
-constexpr Share kFollowing{1, 8};
+constexpr int64_t kNearAtFirst = 25, kNearAtLast = 200;
+constexpr Share kFollowing{3, 10};
 constexpr std::initializer_list<double> kFitting{0, 0.93};  // parts of memory that modes by stage fill, as starts have
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 

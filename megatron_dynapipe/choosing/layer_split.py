@@ -40,15 +40,14 @@ SAMPLES = 1_000
 """Samples after which no further batch is planned: large batches differ less, and take longer."""
 
 EVALUATIONS, OF_PADDED = 4000, 100
-"""Schedules tried for each of them, and without packed rows; an eighth where they follow plans of the split that is
+"""Schedules tried for each of them, and without packed rows; 3 in 10 where they follow plans of the split that is
 improved."""
 
 EASY = 1.1
 """Such plans may come so many times as far above their estimates: they only tell splits apart."""
 
-FINALISTS, NEARER = 3, 2
-"""The fastest splits by these, which are planned as a run's batches are, and so many neighbours of the best, again and
-again while that leads to a better one."""
+FINALISTS = 3
+"""The fastest splits by these, planned as the run is, and as many neighbours of the best while one is better."""
 
 TRIALS = 16
 """Splits planned at most, each time that some are improved."""
@@ -62,8 +61,8 @@ RESCHEDULED = 32
 NEAREST = 6
 """Neighbours of the best split that are planned where a descent leads nowhere: the fastest scheduled ones."""
 
-MORE_CHUNKS = (2, 4)
-"""Virtual stages of a rank to choose among, in addition to one."""
+MORE_CHUNKS, BEGINS = (2, 4), 2
+"""Virtual stages of a rank to choose among, in addition to one; splits to begin each with: the fastest scheduled."""
 
 LEAST_GAIN = 0.01
 """More chunks send more messages, so they must be faster by this share."""
@@ -118,7 +117,8 @@ def choose_layer_split(
             even = model.modules_of(even_layer_split(model.layers, stages, halves=1 in steps))
         except ConfigError:  # fewer modules than virtual stages
             continue
-        begins[stages] = [even, *tried.by_work(stages, steps), *tried.tilted(count, steps)]
+        first = [even, *tried.by_work(stages, steps), *tried.tilted(count, steps)]
+        begins[stages] = sorted(first, key=tried.scheduled_ns)[:BEGINS]
     for stages in tried.promising(begins):
         more = tried.improved(begins[stages], (LAYER,) if stages == len(start) else steps)
         if stages == len(start):  # From the best of whole layers, so that halves are never behind it.
@@ -193,6 +193,8 @@ class _Trials:
                 self._batches = [batch for batch, _ in few]
                 plans = [plan for _, plan in few]
                 self.results[split] = sum(plan.totals.predicted_ns for plan in plans), plans
+                self._learn(split)
+                self._precedents.clear()  # splits that differ this much are searched
                 return
         raise PlanningError(
             f"none of {len(self._batches)} batches can be planned with layers per stage of "
@@ -259,10 +261,13 @@ class _Trials:
         best: ModuleSplit | None = None
         seem = sorted(filter(self.fits, self.results), key=self._weighed_ns)[:FINALISTS]
         full = dict[ModuleSplit, float]()
+        self._precedents.clear()
         while seem:
             for split in seem:
-                self.results[split] = self._planned(split, self._settings.schedule.search_evaluations, ())
+                self.results[split] = self._planned(split, self._settings.schedule.search_evaluations)
                 full[split] = self._weighed_ns(split)
+                if len(split) not in self._precedents:  # searched, and others follow
+                    self._learn(split)
             fastest = min(full, key=full.__getitem__)
             if fastest == best or not self.results[fastest][1]:
                 break
@@ -271,7 +276,7 @@ class _Trials:
             near = [split for split in dict.fromkeys(self._near(best, steps)) if split not in full and self.fits(split)]
             for split in near:
                 self.results.pop(split, None)
-            seem = sorted(near, key=self.predicted_ns)[:NEARER]
+            seem = sorted(near, key=self.predicted_ns)[:FINALISTS]
         return best
 
     def _weighed_ns(self, split: ModuleSplit) -> float:
@@ -289,7 +294,7 @@ class _Trials:
 
     def _near(self, split: ModuleSplit, steps: Sequence[int]) -> list[ModuleSplit]:
         """A split that moves lead to, and the fastest neighbours, by the known micro-batches."""
-        return [self._descended(split, steps), *sorted(self._nearest(split, steps), key=self._scheduled_ns)[:NEAREST]]
+        return [self._descended(split, steps), *sorted(self._nearest(split, steps), key=self.scheduled_ns)[:NEAREST]]
 
     def _learn(self, split: ModuleSplit) -> None:
         """Know a split's micro-batches from here on, and let plans of others of as many virtual stages follow its."""
@@ -302,34 +307,32 @@ class _Trials:
         self._known = [self._rescheduler.module_costs(plan, planner) for plan in plans]
         found = [precedent_of(planner, batch, plan) for batch, plan in zip(self._batches, plans, strict=True)]
         followed = tuple((round(EASY * each[0]), each[1]) for each in found if each is not None)
-        self._precedents = {len(split): followed}
+        self._precedents[len(split)] = followed
 
     def _descended(self, split: ModuleSplit, steps: Iterable[int]) -> ModuleSplit:
         """Where moves lead that each make the known micro-batches faster."""
         while True:
-            fastest = min(self._nearest(split, steps), key=self._scheduled_ns, default=split)
-            if self._scheduled_ns(fastest) >= self._scheduled_ns(split):
+            fastest = min(self._nearest(split, steps), key=self.scheduled_ns, default=split)
+            if self.scheduled_ns(fastest) >= self.scheduled_ns(split):
                 return split
             split = fastest
 
     def predicted_ns(self, split: ModuleSplit) -> int:
         """Predicted time of the batches under the split, all together; `UNPLANNED` where one has no plan."""
         if split not in self.results:
-            self.results[split] = self._planned(split, self._evaluations, self._precedents.get(len(split), ()))
+            self.results[split] = self._planned(split, self._evaluations)
         return self.results[split][0]
 
-    def _planned(
-        self, split: ModuleSplit, evaluations: int | None, precedents: tuple[Precedent, ...]
-    ) -> tuple[int, list[IterationPlan]]:
+    def _planned(self, split: ModuleSplit, evaluations: int | None) -> tuple[int, list[IterationPlan]]:
         """Predicted time of the batches and their plans; `UNPLANNED` and none where one has no plan."""
-        planner = self._planner(split, evaluations, precedents)
+        planner = self._planner(split, evaluations, self._precedents.get(len(split), ()))
         plans = [] if planner is None else [_plan(planner, batch) for batch in self._batches]
         planned = [plan for plan in plans if plan is not None]
         if not planned or len(planned) < len(plans):
             return UNPLANNED, []
         return sum(plan.totals.predicted_ns for plan in planned), planned
 
-    def _scheduled_ns(self, split: ModuleSplit) -> int:
+    def scheduled_ns(self, split: ModuleSplit) -> int:
         """Time of the known micro-batches under the split, all batches together."""
         if split not in self._scheduled:
             times = [[self._rescheduler.makespan_ns(its, split) for its in replicas] for replicas in self._known]

@@ -23,7 +23,7 @@ from megatron_dynapipe.core.search import Start, start
 from megatron_dynapipe.core.units import BatchLayout
 
 LEAST_GAIN = 0.01
-"""A candidate is searched, too, if its start is faster than the default's by this share."""
+"""A candidate is searched, too, if its start is faster than that of any before it by this share."""
 MARGIN_OF_FEW = 0.25
 """If the default has few rows, a candidate's start may be slower by this share: such starts tell little."""
 
@@ -147,7 +147,6 @@ def _ahead(candidates: Sequence[Candidate]) -> Candidate | None:
         if started is None or (least is not None and takes >= least):
             continue
         ahead = candidate
-        least = takes
-        if candidate.is_default:
-            least = int(least * (1 + MARGIN_OF_FEW if started.rows <= FEW_ROWS else 1 - LEAST_GAIN))
+        is_of_few = candidate.is_default and started.rows <= FEW_ROWS
+        least = int(takes * (1 + MARGIN_OF_FEW if is_of_few else 1 - LEAST_GAIN))
     return ahead

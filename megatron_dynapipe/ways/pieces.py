@@ -176,10 +176,14 @@ class CutSamples:
                 )
             cut = self._of_size(samples, problem, most)
             return [] if cut is None else [replace(cut, is_default=True, missed=missed)]
-        limits = piece_limits(samples, problem, needed=self._is_needed)
-        return [cut for most in limits if (cut := self._of_size(samples, problem, most)) is not None]
+        found = dict[bytes, CutCandidate]()
+        for most in piece_limits(samples, problem, needed=self._is_needed):
+            for mode in range(len(problem.modes)):
+                if (cut := self._of_size(samples, problem, most, mode)) is not None:
+                    found.setdefault(cut.pieces.end.tobytes(), cut)
+        return [*found.values()]
 
-    def _of_size(self, samples: Samples, problem: BatchProblem, most: int) -> CutCandidate | None:
+    def _of_size(self, samples: Samples, problem: BatchProblem, most: int, mode: int = 0) -> CutCandidate | None:
         return cut_batch(
             samples,
             problem,
@@ -188,6 +192,7 @@ class CutSamples:
             recompute=self._settings.recompute,
             element_bytes=self._settings.element_bytes,
             strict=self._is_needed or self._most is not None,  # for memory, the longest piece counts
+            mode=mode,
         )
 
 
@@ -230,6 +235,7 @@ def cut_batch(
     recompute: tuple[Recompute, ...],
     element_bytes: int,
     strict: bool = False,
+    mode: int = 0,
 ) -> CutCandidate | None:
     """The batch with samples of more than `most` positions cut; None where there are none.
 
@@ -243,10 +249,11 @@ def cut_batch(
         strict: as `cut`.
         recompute: the problem's modes.
         element_bytes: bytes of an element of keys and values.
+        mode: the one under which pieces of a sample take equal time.
     """
     ids, counts = np.unique(samples.ids, return_counts=True)
     once = counts[np.searchsorted(ids, samples.ids)] == 1
-    pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[0], strict=strict)
+    pieces = cut(np.where(once, samples.input_positions, 1), most, multiple, problem.modes[mode], strict=strict)
     if not pieces.is_piece.any():
         return None
     kept = once[pieces.sample]

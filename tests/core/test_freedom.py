@@ -34,6 +34,12 @@ def test_pieces_are_no_slower_than_whole_samples_where_searches_start_far_from_t
     assert ratios and max(ratios.values()) <= 1
 
 
+def test_samples_are_cut_for_modes_other_than_the_first_where_memory_is_short() -> None:
+    """1.083 times as long until pieces of equal time under each mode were tried."""
+    ratios = dict(random_case(1).over(_RECOMPUTES[:1]))
+    assert ratios and max(ratios.values()) <= 1.01
+
+
 def test_recomputation_is_begun_with_where_nothing_else_fits() -> None:
     """1.88 times as long as with full recomputation alone until tight starts were tried under every mode."""
     ratios = dict(random_case(16).over(({"recompute": (Recompute.FULL,)},)))

@@ -248,7 +248,7 @@ def test_samples_that_fit_on_no_replica_fit_on_a_team() -> None:
 
 
 def test_short_samples_share_a_teams_rows() -> None:
-    plan = planner_with_teams(2, data_parallel=2).plan(of_lengths([9000, *[100] * 30]), 0)
+    plan = planner_with_teams(2, data_parallel=2).plan(of_lengths([9000, *[300] * 30]), 0)
     assert plan.teams == (2,) and plan.totals.samples == 31
     assert plan.totals.micro_batches[0] < 10
 
