@@ -133,9 +133,11 @@ class BatchProblem:
         layout, width = self.layout, 3 + self.layout.virtual_stages
         kinds = self.modes[0].kinds if self.modes else ()
         modules = np.array([kinds.index(kind) for kind in layout.modules], np.int64)
-        labels, labelled, doubled = np.zeros(0, np.int64), np.zeros(0, np.int64), None
+        labels = labelled = np.zeros(0, np.int64)
+        doubled = None
         if self.labels is not None:
-            labels, labelled = np.ascontiguousarray(self.labels), np.array([-1, kinds.index(HEAD)])
+            labels = np.ascontiguousarray(self.labels)
+            labelled = np.array([-1, kinds.index(HEAD)])
             if len(layout.over_labels(self.modes[0].state.expert_kind, experts=self.label_experts)) > 1:
                 doubled = kinds.index(layout.modules[-2])  # which gets a kind of its own
                 modules[-2] = labelled[0] = len(kinds)

@@ -133,7 +133,8 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
         if (scheduled := candidate.scheduled(chosen)) is None:
             continue
         if (takes := candidate.takes(scheduled.makespan_ns)) < least:
-            found, least = (candidate, scheduled), takes
+            found = candidate, scheduled
+            least = takes
     return found
 
 
