@@ -2,9 +2,9 @@
 
 The last stage also has the head and the loss, and a T5's encoder and decoder layers cost very different amounts, so
 an equal number of layers is not an equal amount of work. Batches are planned, and their micro-batches scheduled under
-neighbouring splits (`choosing.rescheduling`): modules move from stage to stage as long as that is faster, memory and
-messages counted. The split at the end and its neighbours are planned by short searches, and the fastest few of all in
-full: these plans decide. A layer may be divided between its attention and its MLP where the costs of both are known.
+neighbouring splits (`choosing.rescheduling`): modules move from stage to stage as long as that is faster. The split at
+the end and its neighbours are planned by short searches, the fastest few of all in full: these plans decide. A layer
+may be divided between its attention and its MLP where the costs of both are known.
 """
 
 import logging
@@ -148,7 +148,9 @@ class _Trials:
         self._tables = tables_of(settings, cost_model)
         self._costs_digest = cost_model.digest
         self._batches = list(batches)
-        self._lengths = _different([*batches, *to_fit])
+        self._whole = list[GlobalBatch]()  # with samples that were left out, which may fit in pieces
+        pairs = [np.stack([batch.input_lengths, batch.target_lengths]) for batch in (*batches, *to_fit)]
+        self._lengths = GlobalBatch.of_lengths(*np.unique(np.concatenate(pairs, axis=1), axis=1))  # one of each pair
         self._required = np.zeros(len(self._lengths), np.bool_)
         self._rescheduler = Rescheduler(settings, self._tables, share_that_counts(batches))
         self._known, self._plans = [[self._alone()]], list[IterationPlan]()
@@ -185,13 +187,14 @@ class _Trials:
             planner = self._planner(split, self._evaluations)
             if planner is None:
                 continue
-            planned = ((batch, plan) for batch in batches if (plan := _plan(planner, batch)) is not None)
+            both = zip(batches, self._batches, strict=True)
+            planned = ((*each, plan) for each in both if (plan := _plan(planner, each[0])) is not None)
             kept = list(islice(planned, BATCHES))
             if kept:
-                before = accumulate((len(batch) for batch, _ in kept), initial=0)
-                few = [both for both, samples in zip(kept, before, strict=False) if samples < SAMPLES]
-                self._batches = [batch for batch, _ in few]
-                plans = [plan for _, plan in few]
+                before = accumulate((len(batch) for batch, _, _ in kept), initial=0)
+                few = [each for each, samples in zip(kept, before, strict=False) if samples < SAMPLES]
+                self._batches, whole, plans = map(list, zip(*few, strict=True))
+                self._whole = whole if left_out else []
                 self.results[split] = sum(plan.totals.predicted_ns for plan in plans), plans
                 self._learn(split)
                 self._precedents.clear()  # splits that differ this much are searched
@@ -259,17 +262,18 @@ class _Trials:
     def fastest(self, steps: Sequence[int]) -> ModuleSplit | None:
         """By plans in full: one that seems fastest, or that moves lead to from there; None if none can be planned."""
         best: ModuleSplit | None = None
-        seem = sorted(filter(self.fits, self.results), key=self._weighed_ns)[:FINALISTS]
+        seem = sorted(filter(self.fits, self.results), key=self._weighed_ns)
         full = dict[ModuleSplit, float]()
         self._precedents.clear()
-        while seem:
-            for split in seem:
-                self.results[split] = self._planned(split, self._settings.schedule.search_evaluations)
-                full[split] = self._weighed_ns(split)
-                if len(split) not in self._precedents:  # searched, and others follow
-                    self._learn(split)
+        if self._whole:  # plans in pieces follow none: neighbours would take a second each
+            without, self._batches = self._batches, self._whole
+            if able := list(islice(filter(self._plans_in_full, seem), FINALISTS)):
+                return min(able, key=self._weighed_ns)
+            self._batches = without
+        while able := list(islice(filter(self._plans_in_full, seem), FINALISTS)):
+            full |= {split: self._weighed_ns(split) for split in able}
             fastest = min(full, key=full.__getitem__)
-            if fastest == best or not self.results[fastest][1]:
+            if fastest == best:
                 break
             best = fastest
             self._learn(best)
@@ -278,6 +282,13 @@ class _Trials:
                 self.results.pop(split, None)
             seem = sorted(near, key=self.predicted_ns)[:FINALISTS]
         return best
+
+    def _plans_in_full(self, split: ModuleSplit) -> bool:
+        """Plan a split as the run will be; whether it has plans."""
+        self.results[split] = self._planned(split, self._settings.schedule.search_evaluations)
+        if len(split) not in self._precedents:  # searched, and others follow
+            self._learn(split)
+        return bool(self.results[split][1])
 
     def _weighed_ns(self, split: ModuleSplit) -> float:
         """Predicted time, longer by what more chunks must be faster."""
@@ -360,13 +371,10 @@ class _Trials:
         lengths = zip(self._lengths.input_lengths.tolist(), self._lengths.target_lengths.tolist(), strict=True)
         fitting = dict(zip(lengths, self._required.tolist(), strict=True))
         batches = []
-        left_out = 0
         for batch in self._batches:
             pairs = zip(batch.input_lengths.tolist(), batch.target_lengths.tolist(), strict=True)
-            rows = np.array([fitting[pair] for pair in pairs], np.bool_)
-            left_out += int((~rows).sum())
-            batches.append(batch.at(rows))
-        return batches, left_out
+            batches.append(batch.at(np.array([fitting[pair] for pair in pairs], np.bool_)))
+        return batches, sum(map(len, self._batches)) - sum(map(len, batches))
 
     def _planner(
         self, split: ModuleSplit, evaluations: int | None = None, precedents: tuple[Precedent, ...] = ()
@@ -383,13 +391,6 @@ class _Trials:
             return planner_over(settings, self._tables, costs_digest=self._costs_digest)
         except InfeasibleError:
             return None
-
-
-def _different(batches: Sequence[GlobalBatch]) -> GlobalBatch:
-    """One sample of each pair of lengths."""
-    inputs = np.concatenate([batch.input_lengths for batch in batches])
-    targets = np.concatenate([batch.target_lengths for batch in batches])
-    return GlobalBatch.of_lengths(*np.unique(np.stack([inputs, targets]), axis=1))
 
 
 def _plan(planner: Planner, batch: GlobalBatch) -> IterationPlan | None:
