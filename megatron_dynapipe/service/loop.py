@@ -11,6 +11,7 @@ where it is late (`source`).
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,8 +108,9 @@ class PlannerLoop:
         self._corrections: list[Correction] = []
         self._pool = ThreadPoolExecutor(settings.cores, thread_name_prefix="planner")
         self._doing = "starting"
-        self._pace = ""
-        self._has_said = False
+        self._said: list[str] = []
+        self._has_compared = False
+        self._looked_at = 0  # the last correction that might suit another layer split
         self._moved = time.monotonic()
 
     def run(self) -> None:
@@ -157,24 +159,46 @@ class PlannerLoop:
 
     def _prepare(self) -> None:
         """Plan what the next plans follow, before these are asked for."""
-        self._doing = "planning what later plans follow"
         for split in self._splits:
             if split.trains:
-                self._source.following(split.name, self._correction(split, split.reach))
+                self._doing = "planning what later plans follow"
+                correction = self._correction(split, split.reach)
+                self._source.following(split.name, correction)
+                if correction is not None and correction.number > self._looked_at and not self._settings.planner:
+                    self._say_split(split, correction)
+
+    def _say_split(self, split: SplitWindow, correction: Correction) -> None:
+        """Once: the layer split that suits what passes take better than the run's own."""
+        self._doing = "planning other layer splits"
+        self._looked_at = correction.number
+        try:
+            better = self._source.better_split(split.name, correction)
+        except DynaPipeError as error:
+            better = f"other layer splits cannot be planned: {error}"
+        if better:
+            self._looked_at = sys.maxsize
+            self._say(better)
 
     def _say_gain(self) -> None:
         """Once, when a run's first plans are published: what they gain over packed rows."""
-        if self._has_said or self._settings.planner:
+        if self._has_compared or self._settings.planner:
             return
-        self._has_said = True
+        self._has_compared = True
         self._doing = "predicting packed rows"
         try:
             gain = self._source.over_rows()
         except DynaPipeError as error:
             gain = f"plans cannot be compared with packed rows: {error}"
-        self._store.put_all([(self._keys.gain, f"{self._pace}\n{gain}".strip().encode())])
-        if gain:
-            logger.info("%s", gain)
+        self._say(gain)
+
+    def _say(self, line: str) -> None:
+        """In this planner's log, and at the end of the run's, where this is its first planner that has compared."""
+        if line:
+            logger.info("%s", line)
+            self._said.append(line)
+        if self._has_compared:
+            self._store.delete([self._keys.gain])  # a key that is taken keeps what it holds
+            self._store.put_all([(self._keys.gain, "\n".join(self._said).encode())])
 
     def close(self) -> None:
         """Delete what this planner may have published, where the server does not end with the job.
@@ -228,8 +252,7 @@ class PlannerLoop:
         ahead = look_ahead(needed)
         self._store.announce(self._keys.ahead, ahead)
         lacking = "" if needed <= there else "; training will wait for plans: raise --dynapipe-planner-cores"
-        self._pace = f"planning: {needed:.1f} of the job's {there} cores keep up, {ahead} iterations ahead{lacking}"
-        logger.info("%s", self._pace)
+        self._say(f"planning: {needed:.1f} of the job's {there} cores keep up, {ahead} iterations ahead{lacking}")
 
     def _correction(self, split: SplitWindow, iteration: int) -> Correction | None:
         return in_force(self._corrections, iteration) if split.trains else None

@@ -5,6 +5,8 @@ from megatron_dynapipe.core.batch import GlobalBatch
 from megatron_dynapipe.core.errors import PlanningError
 from megatron_dynapipe.core.planner import Planner
 from megatron_dynapipe.core.units import NS_PER_MS, BatchLayout
+from megatron_dynapipe.service.better_split import better_split
+from megatron_dynapipe.service.corrections import Correction
 from megatron_dynapipe.service.planned_splits import PlannedSplits
 from megatron_dynapipe.ways.rivals.settings import TITLES, PartitionAlgorithm, PartitionSettings, in_rows
 
@@ -23,6 +25,19 @@ class ComparedSplits(PlannedSplits):
         with self._drawing:
             batch = self._samplers[trained].batch(self._first[trained])
         return over_rows(self._planner, batch)
+
+    def better_split(self, split: str, correction: Correction) -> str:
+        """The layer split that suits a correction better than the run's own, in words; empty where none does."""
+        with self._drawing:
+            batch = self._samplers[split].batch(self._first[split])
+        found = better_split(self.following(split, correction), batch)
+        if found is None:
+            return ""
+        layers, gain = found
+        return (
+            f"another layer split is predicted to be {gain:.2f} times as fast by what passes take:"
+            f" --dynapipe-layers-per-stage {','.join(map(str, layers))} (checkpoints can be loaded under it)"
+        )
 
 
 def over_rows(planner: Planner, batch: GlobalBatch) -> str:
