@@ -34,6 +34,22 @@ def test_plan_report(batches_file: Path, cost_file: Path, capsys: pytest.Capture
     assert "sample 1 of padded shape 1x600 lies outside" in bad["error"]
 
 
+@pytest.mark.slow
+def test_layers_are_chosen_for_a_sample_that_fits_in_pieces_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of all positions are one sample's, whose logits the last stage keeps: with equal layers it does not fit."""
+    path = tmp_path / "long.json"
+    lengths = [131_072 >> n for n in range(8) for _ in range(min(n, 2) + 1)]
+    path.write_text(json.dumps({"format": "dynapipe-batches/1", "batches": [{"id": "long", "input": lengths}]}))
+    words = ["plan", "--batches", str(path), "--model-config", "configs/llama_like_8b.yaml", "--cost-model", "analytic"]
+    words += ["--cluster", "h100_80gb", "--tensor-parallel", "1", "--pipeline-parallel", "8", "--json"]
+    assert main([*words, "--layer-split", "equal", "--virtual-stages", "1"]) == 1
+    assert "sample 0 of 131071 positions" in report(capsys)["iterations"][0]["error"]
+    assert main([*words, "--layer-split", "auto", "--virtual-stages", "1"]) == 0
+    assert report(capsys)["iterations"][0]["predicted_ms"] < 22_000
+
+
 def test_plan_for_people(batches_file, cost_file, tmp_path, capsys) -> None:
     assert main(arguments("plan", batches_file, cost_file, "--output", str(tmp_path / "plans"))) == 0
     lines = capsys.readouterr().out.splitlines()
