@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 
 from megatron_dynapipe.core.errors import DynaPipeError, StoreError, StoreFullError, StoreTimeoutError
+from megatron_dynapipe.core.units import amount
 from megatron_dynapipe.service.corrections import Correction, in_force
 from megatron_dynapipe.service.failure import describe_failure, publish_failure
 from megatron_dynapipe.service.over_rows import ComparedSplits
@@ -252,7 +253,8 @@ class PlannerLoop:
         ahead = look_ahead(needed)
         self._store.announce(self._keys.ahead, ahead)
         lacking = "" if needed <= there else "; training will wait for plans: raise --dynapipe-planner-cores"
-        self._say(f"planning: {needed:.1f} of the job's {there} cores keep up, {ahead} iterations ahead{lacking}")
+        cores = f"{needed:.1f} of the job's {amount(there, 'core')} would keep up"
+        self._say(f"planning: {cores}, {ahead} iterations ahead{lacking}")
 
     def _correction(self, split: SplitWindow, iteration: int) -> Correction | None:
         return in_force(self._corrections, iteration) if split.trains else None

@@ -110,8 +110,8 @@ def test_iterations_are_shared_by_their_number_ahead_of_training(
 @pytest.mark.parametrize(
     ("needed", "ahead", "said"),
     [
-        (0.13, 8, "planning: 0.1 of the job's 2 cores keep up, 8 iterations ahead"),
-        (51.4, 107, "51.4 of the job's 2 cores keep up, 107 iterations ahead; training will wait"),
+        (0.13, 8, "planning: 0.1 of the job's 2 cores would keep up, 8 iterations ahead"),
+        (51.4, 107, "51.4 of the job's 2 cores would keep up, 107 iterations ahead; training will wait"),
     ],
 )
 def test_all_planners_are_as_far_ahead_as_the_first_plan_s_time_asks_for(settings, store, caplog, needed, ahead, said):
