@@ -175,7 +175,8 @@ class PlannerLoop:
         try:
             better = self._source.better_split(split.name, correction)
         except DynaPipeError as error:
-            better = f"other layer splits cannot be planned: {error}"
+            logger.info("other layer splits cannot be planned: %s", error)
+            return
         if better:
             self._looked_at = sys.maxsize
             self._say(better)

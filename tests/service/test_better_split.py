@@ -70,22 +70,23 @@ def test_a_run_is_told_once(settings, caplog: pytest.LogCaptureFixture) -> None:
     class Finding(FakeSource):
         def better_split(self, split: str, correction: Correction) -> str:
             looked.append(correction.number)
-            if correction.number == 3:
+            if correction.number == 1:
                 raise PlanningError("no plan")
-            return "1.20 times as fast" if correction.number == 2 else ""
+            return "1.20 times as fast" if correction.number == 3 else ""
 
     caplog.set_level(logging.INFO)
     percents = ((100, 100, 100), (140, 140, 140))
     job = only_train(settings(look_ahead=1), iterations=9)
     store = MemoryStore()
     planner = PlannerLoop(job, Finding(), store)  # type: ignore[arg-type]
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         correction = Correction(number=number, first_iteration=number, percents=percents)
         store.put_all([(job.keys.correction(number), msgspec.json.encode(correction))])
         store.announce(job.keys.corrections, number)
         store.announce(job.keys.progress("train"), number)
         for _ in range(4):
             planner._step()
-    assert looked == [1, 2]
+    assert looked == [1, 2, 3]
+    assert "other layer splits cannot be planned: no plan" in caplog.text
     assert "1.20 times as fast" in store.wait_any([job.keys.gain], timeout_s=0.1, what="a gain")[1].decode()
     assert sum("1.20 times as fast" in text for text in caplog.messages) == 1
