@@ -30,6 +30,8 @@ _LONG = 0.15
 """A share of the mean stage's work: a sample with less of it is never cut."""
 _SHARES = (0.75, 0.5, 1 / 3, 0.25)
 """Shares of the longest sample that pieces have at most."""
+_FINER, _LEAST_FINER = (1 / 6, 1 / 8, 1 / 12), 0.25
+"""Smaller ones, and the share of the mean stage's work that they have to have."""
 _PARTS = (2, 3, 4, 6, 8, 9, 10, 12, 16, 24, 32, 48, 64)
 """Parts to cut the longest sample into, if whole samples do not fit: near the least memory not every size does."""
 _LEAST_PIECE = 128
@@ -213,9 +215,11 @@ def piece_limits(samples: Samples, problem: BatchProblem, *, needed: bool) -> li
     longest, total = int(samples.input_positions.max()), int(samples.input_positions.sum())
     if needed:
         return [longest // parts for parts in _PARTS if longest // parts >= _LEAST_PIECE]
-    if longest * problem.replicas * problem.layout.stages < _LONG * total:
+    of_stage = longest * problem.replicas * problem.layout.stages / total
+    if of_stage < _LONG:
         return []
-    return [most for share in _SHARES if (most := int(longest * share)) >= _LEAST_PIECE]
+    finer = [share for share in _FINER if share * of_stage >= _LEAST_FINER]
+    return [most for share in (*_SHARES, *finer) if (most := int(longest * share)) >= _LEAST_PIECE]
 
 
 def within_bound(samples: Samples, most: int) -> int:
