@@ -14,6 +14,8 @@
 
 namespace dynapipe {
 
+// Parts of memory that modes by stage fill, the rest for messages; 0 for as much as on the fullest stage.
+constexpr std::initializer_list<double> kFitting{0, 0.93};
 constexpr std::initializer_list<Rule> kEveryRule{Rule::kBackwardFirst, Rule::kForwardFirst, Rule::kStrict};
 
 class Search {
@@ -32,12 +34,26 @@ public:
           by_default_(evaluations == kDefaultEvaluations) {}
 
     Found follow(const std::vector<std::vector<MicroBatches>>& plans, int64_t expected);
-    Found run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most);
+    // Whether it has found anything: nothing where every start is longer than `most`.
+    bool run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most);
+    // Climbs on from what `run` has found as long as every lot of as many evaluations gains such a share.
+    void go_on(double least);
+    // Whether others would hardly come to another end: memory is plenty, or the climb has ended and no stage waits.
+    bool is_at_an_end() const;
+    // What has been found, as far as it goes.
+    Found finished();
+    int64_t started() const { return started_; }  // makespan of the best start
+    int64_t makespan() const { return best().slowest(); }
+    int64_t gain();  // of divided backward passes over whole ones
     std::vector<Solution> starts(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed,
                                  int64_t most, int64_t filled);
 
 private:
-    Found improved(std::vector<Solution> solutions);
+    void climb(std::vector<Solution> solutions);
+    Solution& best() { return solutions_[0]; }
+    const Solution& best() const { return solutions_[0]; }
+    bool recomputes() const;
+    int64_t busiest() const;
     int64_t evaluate(const ReplicaState& replica, int64_t bound, std::vector<uint8_t>* kinds = nullptr) {
         --left_;
         return evaluator_.makespan(replica, bound, kinds);
@@ -49,13 +65,12 @@ private:
     void start_tight(ReplicaState& replica);
     void try_policies(const MicroBatches& order, std::initializer_list<int64_t> extras,
                       std::initializer_list<Rule> rules, ReplicaState& best);
-    void compete(std::vector<Solution>& solutions);
+    void compete();
     void improve(Solution& solution, int64_t evaluations);
     bool change(Solution& candidate, int64_t limit);
     void forget_all_but(const Solution& current);
     void copy_touched(const Solution& from, Solution& to) const;
     int64_t jittered_total(ReplicaState& replica);
-    int64_t undivided(const Solution& solution);
     void robustify_policy(ReplicaState& replica);
     void robustify(Solution& solution, int64_t evaluations);
     Policy policy(int64_t extra, Rule rule) const;
@@ -68,10 +83,13 @@ private:
     Chains chains_;
     Evaluator evaluator_;
     Mutations mutations_;
+    std::vector<Solution> solutions_;  // that climb, the best first
+    int64_t started_ = kUnreachable, given_ = 0, robustifying_ = 0;
+    double gained_ = 0,
+           gained_at_first_ = 0;  // share that the last part of the climb gained, now and before it went on
     int64_t left_, most_depth_ = kUnreachable;
     bool by_default_;
-    const std::vector<Solution>* competing_ = nullptr;  // of which one climbs
-    size_t made_for_starts_ = 0;                        // micro-batches, which others may start with, too
+    size_t made_for_starts_ = 0;  // micro-batches, which others may start with, too
     std::vector<uint8_t> kinds_;
     std::vector<size_t> touched_;
 };

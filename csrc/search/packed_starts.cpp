@@ -16,8 +16,12 @@ namespace {
 
 constexpr int64_t kLevels[] = {0, 205, 358, 512, 640, 768, 1024};  // of memory, in 1024ths
 constexpr int64_t kPlenty = 512;  // of memory, in 1024ths, that samples under their fastest modes leave to passes
-constexpr int64_t kWidths[] = {1, 2, 3};  // rows of the mode that keeps the least, in rows of the others
-constexpr size_t kRowsCompared = 16;      // where a sample may go
+constexpr int64_t kWidths[] = {1, 2, 3};    // rows of the mode that keeps the least, in rows of the others
+constexpr size_t kRowsCompared = 16;        // where a sample may go
+constexpr int64_t kUniform = 2;             // starts of every mode alone
+constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
+constexpr size_t kRowSizes = 3;             // powers of two that are built, and the sizes half-way above them
+constexpr size_t kManySamples = 10'000;     // of more, powers of two alone are built: fewer starts are improved, too
 
 // Time that each sample of a class saves by going to its next option, and what memory that takes.
 struct Upgrade {
@@ -33,10 +37,12 @@ public:
 
     PackedStarts all() {
         const std::vector<int64_t> sizes = this->sizes();
-        for (int64_t size : sizes) {
-            if (!cost(size)) continue;
-            for (size_t fastest = 0; fastest < problem_.modes.size(); ++fastest)
-                if (build(size, fastest)) break;
+        size_t built = 0;  // sizes of which rows fit
+        for (size_t i = 0; i < sizes.size() && built < kRowSizes; ++i) {
+            const int64_t before = fitting_;
+            begin_with(sizes[i]);
+            if (positions_.size() <= kManySamples) begin_with(sizes[i] * kHalfWay[0] / kHalfWay[1]);
+            built += fitting_ > before;
         }
         for (size_t mode = 0; mode < problem_.modes.size() && !problem_.pipeline.forward_only; ++mode)
             uniform(mode, sizes[0]);
@@ -44,6 +50,7 @@ public:
     }
 
 private:
+    void begin_with(int64_t size);
     void uniform(size_t mode, int64_t size);
     int64_t evened(int64_t rows) const;
     bool cost(int64_t size);
@@ -61,8 +68,16 @@ private:
     std::vector<std::vector<Share>> shares_;  // [modes × classes][types of stages]; none where not covered
     std::vector<size_t> mode_of_;             // [samples]
     std::vector<int64_t> pressure_;           // [stages] memory that rows in flight take, in 2^-20 of what there is
+    int64_t fitting_ = 0;                     // starts whose rows fit alone, found before or not
     PackedStarts found_;
 };
+
+// Starts with rows of a size, which every sample has to have costs in.
+void Starts::begin_with(int64_t size) {
+    if (!cost(size)) return;
+    for (size_t fastest = 0; fastest < problem_.modes.size(); ++fastest)
+        if (build(size, fastest)) break;
+}
 
 // What samples cost in rows of a size; whether every one can run in such.
 bool Starts::cost(int64_t size) {
@@ -153,14 +168,18 @@ bool Starts::build(int64_t size, size_t fastest) {
     return done == upgrades.size() && *std::max_element(pressure_.begin(), pressure_.end()) < kPlenty * kScale;
 }
 
-// Starts with every sample under one mode, in rows as large as the memory holds.
+// Starts with every sample under one mode, in rows as large as the memory holds: as many as fill the pipeline or, where
+// such rows do not fit alone, more.
 void Starts::uniform(size_t mode, int64_t size) {
     const int64_t fewest = fewest_under(mode, size);
     if (fewest == 0) return;
     mode_of_.assign(positions_.size(), mode);
-    for (int64_t each : {fewest, fewest + std::max<int64_t>(fewest / kFewRows, 1)}) {
+    const int64_t until = fitting_ + kUniform, most = static_cast<int64_t>(positions_.size()) / problem_.replicas;
+    int64_t each = fewest;
+    for (int64_t tried = 0; fitting_ < until && (tried < kUniform || each <= most); ++tried) {
         const int64_t its_size = total_ / (each * problem_.replicas);
         if (its_size > 0 && cost(its_size)) rows(its_size, 1, found_.rows);
+        each += std::max<int64_t>(each / kFewRows, 1);
     }
 }
 
@@ -197,6 +216,7 @@ void Starts::rows(int64_t size, int64_t width, std::vector<MicroBatches>& found)
     MicroBatches start;
     for (size_t mode = 0; mode < modes; ++mode)
         if (rows[mode] > 0 && !fill(mode, samples[mode], rows[mode], start)) return;
+    ++fitting_;
     sort_chains(start);
     const bool known = std::any_of(found.begin(), found.end(), [&](const MicroBatches& other) {
         return std::equal(

@@ -8,10 +8,7 @@ namespace dynapipe {
 namespace {
 
 constexpr int64_t kSmallestRow = 64,
-                  kLeastRows = 4;           // of a replica; smaller rows than these only where batches are small
-constexpr int64_t kHalfWay[] = {181, 128};  // from a power of two to the next: about the root of 2
-constexpr size_t kRowSizes = 3;             // powers of two that are built, and the sizes half-way above them
-constexpr size_t kManySamples = 10'000;     // of more, powers of two alone are built: fewer starts are improved, too
+                  kLeastRows = 4;  // of a replica; smaller rows than these only where batches are small
 
 }  // namespace
 
@@ -99,11 +96,7 @@ std::vector<int64_t> RowSizes::sizes() {
     const std::vector<std::pair<int64_t, int64_t>> estimated = estimates();
     if (estimated.empty()) return {smallest_};  // a long sample beside few short ones: `rows` adds what replicas lack
     std::vector<int64_t> sizes;
-    for (size_t i = 0; i < std::min(kRowSizes, estimated.size()); ++i) {
-        const int64_t size = estimated[i].second;
-        sizes.push_back(size);
-        if (positions_.size() <= kManySamples) sizes.push_back(size * kHalfWay[0] / kHalfWay[1]);
-    }
+    for (const auto& [_, size] : estimated) sizes.push_back(size);
     return sizes;
 }
 

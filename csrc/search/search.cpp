@@ -1,6 +1,7 @@
 #include "search/search.h"
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -20,6 +21,12 @@ constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so ofte
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
 constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
 constexpr size_t kMostLeftOver = 500;  // micro-batches that no solution holds any more
+// A climb whose last part gained such a share goes on, so many times at most; of searches of which one is taken, the
+// one.
+constexpr double kGainsLittle = 0.005, kGainsMuch = 0.02;
+constexpr int64_t kMostLots = 30;
+// A climb has not ended whose last part gained such a share, or whose busiest stage waits for such a part of its work.
+constexpr double kGainsAtTheEnd = 0.01, kWaits = 0.05;
 // A climb of cut samples ends after a part of its evaluations, and at least so many, that gained less than such a part.
 constexpr int64_t kWindows = 4;
 constexpr int64_t kLeastWindow = 200;
@@ -28,50 +35,56 @@ constexpr int64_t kLeastOfWindow = 10'000;
 // and ends at most such a part above.
 constexpr int64_t kNearAtFirst = 25, kNearAtLast = 200;
 constexpr Share kFollowing{3, 10};
-constexpr std::initializer_list<double> kFitting{0, 0.93};  // parts of memory that modes by stage fill, as starts have
 constexpr int64_t kJitterPartPacked = 8, kJitterPartPadded = 5;  // of what is left: packed orders gain less by it
 
 // Forwards that stages hold beyond what fills the pipeline, where jitter decides.
 constexpr std::initializer_list<int64_t> kManyExtras{0, 1, 2, 3, 4, 5, 8};
 
+double share_gained(int64_t before, int64_t after) {
+    return static_cast<double>(before - after) / before;
+}
+
 }  // namespace
 
 // Improves the best starts in rounds, each with a part of the evaluations, until one is left.
-void Search::compete(std::vector<Solution>& solutions) {
+void Search::compete() {
     struct Round {
         size_t solutions;
         Share evaluations;
     };
     static constexpr Round kPaddedRounds[] = {{2, {2, 3}}}, kPackedRounds[] = {{6, {1, 5}}, {3, {1, 5}}},
                            kFewRounds[] = {{16, {2, 5}}, {8, {2, 5}}};
-    competing_ = &solutions;
     made_for_starts_ = maker_.kept();
     const int64_t evaluations = left_;
-    if (by_default_ && evaluations < kLeast / 2) solutions.resize(1);  // of a large batch, which others would not reach
+    if (by_default_ && evaluations < kLeast / 2)
+        solutions_.resize(1);  // of a large batch, which others would not reach
     const auto rounds = !problem_.may_pack ? std::pair(std::begin(kPaddedRounds), std::end(kPaddedRounds))
-                        : solutions[0].rows() <= kFewRows
+                        : solutions_[0].rows() <= kFewRows
                             ? std::pair(std::begin(kFewRounds), std::end(kFewRounds))
                             : std::pair(std::begin(kPackedRounds), std::end(kPackedRounds));
     int64_t last = evaluations;  // what the rounds do not need is not spent
     for (auto round = rounds.first; round != rounds.second; ++round) {
-        solutions.resize(std::min(solutions.size(), round->solutions));
+        solutions_.resize(std::min(solutions_.size(), round->solutions));
         const int64_t share =
             evaluations * round->evaluations.parts / round->evaluations.of / static_cast<int64_t>(round->solutions);
-        for (Solution& solution : solutions) {
+        for (Solution& solution : solutions_) {
             if (share > 0) improve(solution, share);
         }
-        by_objective(solutions);
+        by_objective(solutions_);
         last -= share * static_cast<int64_t>(round->solutions);
     }
-    if (last > 0) improve(solutions[0], last);
+    if (last <= 0) return;
+    const int64_t before = solutions_[0].objective();
+    improve(solutions_[0], last);
+    gained_ = share_gained(before, solutions_[0].objective());
 }
 
-// Nothing where every start is longer than `most`.
-Found Search::run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most) {
+bool Search::run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most) {
     std::vector<Solution> solutions = starts(partitions, packed, kUnreachable, kFilledRows * problem_.pipeline.stages);
-    if (solutions.empty() || solutions[0].slowest() > most) return {};
+    if (solutions.empty() || solutions[0].slowest() > most) return false;
     if (by_default_) left_ = default_evaluations(problem_, solutions[0].rows());
-    return improved(std::move(solutions));
+    climb(std::move(solutions));
+    return true;
 }
 
 // Nothing where it does not come to about what is expected.
@@ -92,50 +105,64 @@ Found Search::follow(const std::vector<std::vector<MicroBatches>>& plans, int64_
     by_objective(solutions);
     left_ = by_default_ ? default_evaluations(problem_, solutions[0].rows()) : given;
     left_ = left_ * kFollowing.parts / kFollowing.of;
-    Found found = improved(std::move(solutions));
+    climb(std::move(solutions));
+    Found found = finished();
     return found.makespan <= expected + expected / kNearAtLast ? found : Found{};
 }
 
-Found Search::improved(std::vector<Solution> solutions) {
-    Found found;
-    found.started = solutions[0].slowest();
-    // A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
+// A part of what is left is for jitter. With several chunks nothing is replayed under jitter.
+void Search::climb(std::vector<Solution> solutions) {
+    started_ = solutions[0].slowest();
     const int64_t part = problem_.may_pack ? kJitterPartPacked : kJitterPartPadded;
-    const int64_t robustifying = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
-    const int64_t evaluations = left_ - robustifying;
-    left_ = evaluations;
-    compete(solutions);
-    Solution& best = solutions[0];
-    const bool searches = evaluations > 0;
-    for (ReplicaState& replica : best.replicas)  // what recomputes for nothing
+    robustifying_ = problem_.pipeline.chunks > 1 ? 0 : std::max<int64_t>(left_, 0) / part;
+    given_ = left_ -= robustifying_;
+    solutions_ = std::move(solutions);
+    compete();
+    solutions_.resize(1);
+    gained_at_first_ = gained_;
+}
+
+void Search::go_on(double least) {
+    for (int64_t lots = 0; by_default_ && gained_ > least && lots < kMostLots; ++lots) {
+        const int64_t before = best().objective();
+        left_ = given_;
+        improve(best(), given_);
+        gained_ = share_gained(before, best().objective());
+    }
+}
+
+Found Search::finished() {
+    Found found;
+    const bool searches = given_ > 0;
+    if (searches) go_on(kGainsLittle);
+    for (ReplicaState& replica : best().replicas)  // what recomputes for nothing
         if (searches)
-            keep_more(maker_, replica.micro_batches, kKept.evaluations(best.rows() * problem_.chunks()),
+            keep_more(maker_, replica.micro_batches, kKept.evaluations(best().rows() * problem_.chunks()),
                       [&](const MicroBatches& batches) {
                           const int64_t makespan = evaluate({batches, replica.policy}, replica.makespan + 1);
                           replica.makespan = std::min(replica.makespan, makespan);
                           return makespan < kUnreachable;
                       });
-    if (searches && robustifying > 0) robustify(best, robustifying);
-    found.makespan = best.slowest();
-    if (division_ == Division::kAuto) found.gain = undivided(best) - found.makespan;
-    for (ReplicaState& replica : best.replicas) {
+    if (searches && robustifying_ > 0) robustify(best(), robustifying_);
+    found.makespan = best().slowest();
+    for (ReplicaState& replica : best().replicas) {
         found.orders.emplace_back();
         if (replica.micro_batches.empty()) continue;
         evaluate(replica, kUnreachable, &kinds_);
         found.orders.back() = evaluator_.order(kinds_);
     }
-    found.replicas = std::move(best.replicas);
+    found.replicas = std::move(best().replicas);
     return found;
 }
 
-// The makespan of a solution whose backward passes are all whole.
-int64_t Search::undivided(const Solution& solution) {
+// What divided backward passes gain over whole ones.
+int64_t Search::gain() {
     int64_t slowest = 0;
-    for (ReplicaState replica : solution.replicas) {
+    for (ReplicaState replica : best().replicas) {
         replica.policy.least_gap = kUndivided;
         if (!replica.micro_batches.empty()) slowest = std::max(slowest, evaluate(replica, kUnreachable));
     }
-    return slowest;
+    return slowest - makespan();
 }
 
 // Makes one random change; whether it applies, and leaves an objective of at most `limit`. Names the replicas that it
@@ -213,7 +240,7 @@ void Search::forget_all_but(const Solution& current) {
     const auto hold = [&](const Solution& solution) {
         for (const ReplicaState& replica : solution.replicas) held.push_back(&replica.micro_batches);
     };
-    for (const Solution& solution : *competing_) hold(solution);
+    for (const Solution& solution : solutions_) hold(solution);
     hold(current);
     maker_.forget_since(made_for_starts_, held);
 }
@@ -277,25 +304,42 @@ void Search::robustify(Solution& best, int64_t evaluations) {
     }
 }
 
-namespace {
-
-// Whether memory is short: something is recomputed.
-bool recomputes(const Found& found) {
+bool Search::recomputes() const {
     const auto any = [](const MicroBatch* batch) {
         return std::any_of(batch->modes.begin(), batch->modes.end(), [](uint8_t mode) { return mode > 0; });
     };
-    return std::any_of(found.replicas.begin(), found.replicas.end(), [&](const ReplicaState& replica) {
+    return std::any_of(best().replicas.begin(), best().replicas.end(), [&](const ReplicaState& replica) {
         return std::any_of(replica.micro_batches.begin(), replica.micro_batches.end(), any);
     });
 }
 
+// Of the replica whose busiest stage has the most work.
+int64_t Search::busiest() const {
+    int64_t most = 0;
+    for (const ReplicaState& replica : best().replicas) {
+        std::vector<int64_t> work(problem_.stages(), 0);
+        for (const MicroBatch* batch : replica.micro_batches)
+            for (size_t v = 0; v < batch->modes.size(); ++v)
+                work[v % work.size()] += batch->costs()(kForwardNs, v) + batch->costs()(kBackwardNs, v);
+        most = std::max(most, *std::max_element(work.begin(), work.end()));
+    }
+    return most;
+}
+
+bool Search::is_at_an_end() const {
+    return !recomputes() || (gained_at_first_ <= kGainsAtTheEnd && makespan() <= busiest() * (1 + kWaits));
+}
+
+namespace {
+
 // Where memory is short, climbs end far from one another; without some of the choices one may end lower.
 std::vector<Freedom> less_free(const Problem& problem) {
     std::vector<Freedom> all;
-    if (problem.modes.size() > 1) {
-        std::vector<size_t> all_but_the_first(problem.modes.size() - 1);
-        std::iota(all_but_the_first.begin(), all_but_the_first.end(), size_t{1});
-        all.push_back({std::move(all_but_the_first)});
+    for (size_t left_out = 0; left_out + 1 < problem.modes.size(); ++left_out) {
+        std::vector<size_t> others(problem.modes.size());
+        std::iota(others.begin(), others.end(), size_t{0});
+        others.erase(others.begin() + left_out);
+        all.push_back({std::move(others)});
     }
     if (problem.may_pad && problem.may_pack && !problem.is_cut()) all.push_back({{}, false});
     return all;
@@ -311,7 +355,8 @@ std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRow
                            const std::vector<std::vector<Run>>& partitions, int64_t most) {
     make_packed_rows(problem, costs, rows);
     Search search(problem, costs, rows.maker, problem.division, 0, 0);
-    const std::vector<Solution> solutions = search.starts(partitions, rows.packed, most, kFewRows);
+    const int64_t before_lighter = most < kUnreachable ? most + most / kNotFar : most;  // modes by stage come last
+    const std::vector<Solution> solutions = search.starts(partitions, rows.packed, before_lighter, kFewRows);
     if (solutions.empty()) return std::nullopt;
     return Start{solutions[0].slowest(), solutions[0].rows()};
 }
@@ -328,23 +373,26 @@ Found follow(const Problem& problem, CostCache& costs, StartingRows& rows, int64
 Found search(const Problem& problem, CostCache& costs, StartingRows& rows,
              const std::vector<std::vector<Run>>& partitions, int64_t evaluations, uint64_t seed) {
     make_packed_rows(problem, costs, rows);
+    std::unique_ptr<Search> best;
     const auto run = [&](Division as, const PackedStarts& packed, int64_t most) {
-        return Search(problem, costs, rows.maker, as, evaluations, seed).run(partitions, packed, most);
+        auto next = std::make_unique<Search>(problem, costs, rows.maker, as, evaluations, seed);
+        if (!next->run(partitions, packed, most)) return;
+        next->go_on(kGainsMuch);
+        if (!best || next->makespan() < best->makespan()) best = std::move(next);
     };
-    Found found = run(problem.division, rows.packed, kUnreachable);
-    if (problem.division == Division::kAuto && evaluations != 0 && found.gain <= found.makespan / kLeastGain) {
-        Found whole = run(Division::kOff, rows.packed, found.started + found.started / kLeastGain);
-        if (whole.makespan <= found.makespan) found = std::move(whole);
-    }
-    const int64_t started = found.started;
+    run(problem.division, rows.packed, kUnreachable);
+    if (!best) return {};
+    const int64_t started = best->started();
+    if (problem.division == Division::kAuto && evaluations != 0 && best->gain() <= best->makespan() / kLeastGain)
+        run(Division::kOff, rows.packed, started + started / kLeastGain);
     for (const Freedom& freedom : less_free(problem)) {
-        if (evaluations != kDefaultEvaluations || !recomputes(found)) break;
+        if (evaluations != kDefaultEvaluations || best->is_at_an_end()) break;
         rows.maker.restrict_to(freedom);
         const PackedStarts packed = problem.may_pack ? packed_starts(problem, costs, rows.maker) : PackedStarts();
-        Found other = run(problem.division, packed, started + started / kNotFar);
-        if (other.makespan < found.makespan) found = std::move(other);
+        run(problem.division, packed, started + started / kNotFar);
     }
     rows.maker.restrict_to({});
+    Found found = best->finished();
     join_halves(problem, found);
     return found;
 }

@@ -18,8 +18,6 @@ struct Found {
     std::vector<ReplicaState> replicas;     // empty where nothing fits
     std::vector<std::vector<Pass>> orders;  // per replica, [stages][passes]
     int64_t makespan = kUnreachable;
-    int64_t started = kUnreachable;  // makespan of the best start
-    int64_t gain = 0;                // of its divided backward passes over whole ones
 };
 
 // A padded micro-batch of a partition: samples [first, first + size) of the order.

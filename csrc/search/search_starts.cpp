@@ -16,8 +16,7 @@ constexpr int64_t kStartMargin = 32;
 constexpr size_t kLightened = 6;    // starts that are tried with modes by stage
 constexpr int64_t kManyRows = 150;  // on chunks: starts of more get a single order
 
-// Parts of memory that modes by stage fill, the rest for messages; 0 for as much as on the fullest stage.
-constexpr std::initializer_list<double> kAsTheFullest{0};
+// As kFitting.
 constexpr std::initializer_list<double> kAboutFull{0.93};
 constexpr std::initializer_list<double> kFullStages{0, 1.0, 0.93, 0.85};
 
@@ -150,7 +149,7 @@ std::vector<Solution> Search::starts(const std::vector<std::vector<Run>>& partit
     }
     by_objective(solutions);
     for (size_t i = 0; i < std::min(solutions.size(), kLightened); ++i)
-        for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kAsTheFullest);
+        for (ReplicaState& replica : solutions[i].replicas) lighten(replica, kFitting);
     left_ = left;  // what begins a search is not counted
     by_objective(solutions);
     return solutions;
