@@ -225,7 +225,7 @@ class ScheduleSettings:
     """A name in `SCHEDULES`."""
     search_evaluations: int | None = None
     """Schedules that the adaptive method may try per iteration, after the ones it begins with; None: as many as take
-    about the same time whatever the batch, see `core.search.default_evaluations`."""
+    about the same time whatever the batch."""
     seed: int = 0
     """Draws the search's mutations."""
 

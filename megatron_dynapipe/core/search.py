@@ -41,14 +41,8 @@ from megatron_dynapipe.core.units import BatchLayout
 
 _logger = logging.getLogger(__name__)
 
-BUDGET = 150_000
-"""Micro-batches on chunks that a search schedules by default, on all stages."""
-LEAST, MOST = 2500, 8000
-"""Evaluations by default, however many or few micro-batches there are."""
 DEFAULT_EVALUATIONS = -1
-"""Leaves the number to the core, which knows how many packed rows there are (`csrc/search/search.cpp`)."""
-LARGE_BUDGET = 7_500_000
-"""Micro-batches on chunks of one replica that a search schedules at most by default, if need be with fewer."""
+"""Leaves the number to the core, which knows how many micro-batches there are (`csrc/search/budget.h`)."""
 
 
 @cache
@@ -74,16 +68,9 @@ class ReplicaSolution:
     order: PassOrder
 
 
-def default_evaluations(partitions: Sequence[Partition], *, replicas: int, chunks: int) -> int:
-    """Evaluations that take about the same time whatever the batch: fewer where each has more passes to schedule."""
-    most = max(max((len(partition.sizes) for partition in partitions), default=0) * chunks, 1)
-    evaluations = max(LEAST, min(MOST, BUDGET * replicas // most))
-    return min(evaluations, LARGE_BUDGET * replicas // most)
-
-
-def _enough(problem: BatchProblem, partitioned: OrderedPartitions) -> list[Partition]:
-    """The partitions that have a micro-batch for each replica."""
-    return [partition for partition in partitioned.partitions if len(partition.sizes) >= problem.replicas]
+def _enough(problem: BatchProblem, partitions: Sequence[Partition]) -> list[tuple[IntArray, IntArray]]:
+    """Sizes and modes of the partitions that have a micro-batch for each replica."""
+    return [(each.sizes, each.modes) for each in partitions if len(each.sizes) >= problem.replicas]
 
 
 class Start(NamedTuple):
@@ -95,7 +82,7 @@ class Start(NamedTuple):
 
 def start(problem: BatchProblem, partitioned: OrderedPartitions, most: int | None = None) -> Start | None:
     """Start a search from the given partitions; None if no start fits, or is about as fast as `most` ns."""
-    partitions = [(partition.sizes, partition.modes) for partition in _enough(problem, partitioned)]
+    partitions = _enough(problem, partitioned.partitions)
     try:
         found = problem.native.start(order=partitioned.order, partitions=partitions, most=most)
     except ValueError as error:
@@ -116,8 +103,8 @@ def search(
     Args:
         problem: samples, costs, memory, replicas.
         partitioned: where to begin.
-        evaluations: schedules to try after the ones it begins with; None takes `default_evaluations`, and none on one
-            stage of one replica.
+        evaluations: schedules to try after the ones it begins with; None tries as many as take about the same time
+            whatever the batch, and none on one stage of one replica.
         seed: draws the mutations.
         following: begin with the precedents alone, with few evaluations; nothing where that leads to no plan as good.
 
@@ -125,17 +112,12 @@ def search(
         PlanningError: costs or settings outside what 64-bit sums can hold; the message names which.
     """
     layout = problem.layout
-    enough = _enough(problem, partitioned)
-    if evaluations is None and layout.virtual_stages == 1 and problem.replicas == 1:
-        # Nobody waits for anybody: rows of least work are all there is to find, and partitions are those.
-        evaluations = 0
-    elif evaluations is None and BatchLayout.PACKED in problem.batch_layouts:
-        evaluations = DEFAULT_EVALUATIONS
-    elif evaluations is None:
-        evaluations = default_evaluations(enough, replicas=problem.replicas, chunks=layout.chunks)
-        if evaluations < LEAST:
-            notice(f"large batches are searched with fewer evaluations than {LEAST}, so that they take seconds")
-    partitions = [(partition.sizes, partition.modes) for partition in enough]
+    if evaluations is None:
+        # On one stage of one replica nobody waits for anybody: rows of least work are all there is to find, and
+        # partitions are those.
+        is_alone = layout.virtual_stages == 1 and problem.replicas == 1
+        evaluations = 0 if is_alone else DEFAULT_EVALUATIONS
+    partitions = _enough(problem, partitioned.partitions)
     try:
         replicas = problem.native.search(
             order=partitioned.order, partitions=partitions, evaluations=evaluations, seed=seed, following=following

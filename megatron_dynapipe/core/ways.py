@@ -24,6 +24,8 @@ from megatron_dynapipe.core.units import BatchLayout
 
 LEAST_GAIN = 0.01
 """A candidate is searched, too, if its start is faster than that of any before it by this share."""
+NEAR, FAR = 0.1, 0.5
+"""The next one is, too, if its start is slower by the first share; the default is not if its is, by the second."""
 MARGIN_OF_FEW = 0.25
 """If the default has few rows, a candidate's start may be slower by this share: such starts tell little."""
 
@@ -113,8 +115,8 @@ class Way(Protocol):
 def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Candidate, ScheduledBatch] | None:
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
-    Two are searched: the default, and the other one that is ahead where searches start, if there is one. The default
-    is left out if it cannot be faster than the other, the other if the default follows a precedent.
+    The default is searched, and others that are ahead of it where searches start: the one ahead of all and, if it is
+    near, the next. The default is left out if it begins far behind, the others if it follows a precedent.
 
     Raises:
         StallError: every order of one that is searched stalls.
@@ -124,30 +126,42 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
         following = searched(default.problem, default.partitioned, chosen, following=True)
         if following is not None:
             return default, following
-    ahead = default if len(candidates) == 1 and default is not None else _ahead(candidates)
     found: tuple[Candidate, ScheduledBatch] | None = None
     least = inf
-    for candidate in dict.fromkeys((ahead, default)):
-        if candidate is None or candidate.takes(0) >= least:
+    for candidate in dict.fromkeys(candidates if len(candidates) == 1 else _promising(candidates)):
+        if candidate.takes(0) >= least:
             continue
-        if (scheduled := candidate.scheduled(chosen)) is None:
-            continue
-        if (takes := candidate.takes(scheduled.makespan_ns)) < least:
-            found = candidate, scheduled
-            least = takes
+        scheduled = candidate.scheduled(chosen)
+        if scheduled is not None and (takes := candidate.takes(scheduled.makespan_ns)) < least:
+            found, least = (candidate, scheduled), takes
     return found
 
 
-def _ahead(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate that is ahead where searches start; None where none can."""
-    ahead: Candidate | None = None
-    least: int | None = None
+def _promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """What is ahead where searches start, the next of other pieces if it is near, and the default unless it is far.
+
+    Pieces of one size that are cut for different modes are nearly the same; where the best size starts near another,
+    starts do not tell which of them ends first.
+    """
+    begins: dict[Candidate, float] = {}
     for candidate in candidates:
-        started = candidate.start(least) if least is None or candidate.takes(0) < least else None
-        takes = 0 if started is None else candidate.takes(started.makespan_ns)
-        if started is None or (least is not None and takes >= least):
+        least = min(begins.values(), default=inf)
+        if candidate.takes(0) >= least:
             continue
-        ahead = candidate
-        is_of_few = candidate.is_default and started.rows <= FEW_ROWS
-        least = int(takes * (1 + MARGIN_OF_FEW if is_of_few else 1 - LEAST_GAIN))
-    return ahead
+        start = candidate.start(None if least == inf else int(least * (1 + NEAR)))
+        if start is not None:
+            margin = MARGIN_OF_FEW if start.rows <= FEW_ROWS else -LEAST_GAIN
+            begins[candidate] = candidate.takes(start.makespan_ns) * (1 + margin * candidate.is_default)
+    default = [candidate for candidate in candidates if candidate.is_default]
+    order = sorted(begins, key=begins.__getitem__)
+    if not order or order[0].is_default:
+        return default
+    ahead = order[0]
+    pieces, least = len(ahead.samples.ids), begins[ahead]
+    near = [
+        candidate
+        for candidate in order
+        if len(candidate.samples.ids) != pieces and begins[candidate] <= least * (1 + NEAR)
+    ]
+    not_far = [candidate for candidate in default if begins.get(candidate, 0) <= least * (1 + FAR)]
+    return [ahead, *near[:1], *not_far]

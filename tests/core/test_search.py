@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dynapipe.choosing.planners import planner_of
-from megatron_dynapipe.core import search as search_module
 from megatron_dynapipe.core.errors import InfeasibleError
 from megatron_dynapipe.core.orders import ScheduleSettings
-from megatron_dynapipe.core.partition import OrderedPartitions, Partition, by_length
+from megatron_dynapipe.core.partition import OrderedPartitions, by_length
 from megatron_dynapipe.core.planner import Planner
-from megatron_dynapipe.core.search import default_evaluations, start
+from megatron_dynapipe.core.search import start
 from megatron_dynapipe.core.units import BatchLayout, ModelFamily, Recompute
 from megatron_dynapipe.costing import Network
 from megatron_dynapipe.costing.analytic import A100_RATES
@@ -123,19 +122,6 @@ def test_a_beginning_is_known_not_to_be_as_fast_as_asked():
 def test_another_seed_may_give_another_plan():
     lengths = batch(60, ModelFamily.GPT, 4)
     assert len({digest(planner(GPT, 4, search_evaluations=300, seed=seed).plan(lengths, 0)) for seed in (0, 1)}) == 2
-
-
-def test_evaluations_scale_down_with_large_batches_which_is_said_once(caplog, monkeypatch):
-    partitions = [Partition(sizes=np.ones(n, np.int64), modes=np.zeros(n, np.int64)) for n in (10, 300, 3000, 30_000)]
-    numbers = [default_evaluations([partition], replicas=1, chunks=1) for partition in partitions]
-    assert numbers == [8000, 2500, 2500, 250]
-    assert default_evaluations(partitions, replicas=2, chunks=2) == 250
-    monkeypatch.setattr(search_module, "LARGE_BUDGET", 500)
-    search_module.notice.cache_clear()
-    for _ in range(2):
-        planner(ModelFamily.GPT, 2).plan(batch(60, ModelFamily.GPT, 0), 0)
-    (message,) = caplog.messages
-    assert message == "notice: large batches are searched with fewer evaluations than 2500, so that they take seconds"
 
 
 PACKED = {"micro_batch_layouts": (BatchLayout.PACKED,)}
