@@ -16,6 +16,14 @@ void sort_nearly_sorted(std::vector<int32_t>& values) {
 
 }  // namespace
 
+std::vector<int64_t> work_of_stages(const Problem& problem, const MicroBatches& batches) {
+    std::vector<int64_t> work(problem.stages(), 0);
+    for (const MicroBatch* batch : batches)
+        for (size_t v = 0; v < batch->modes.size(); ++v)
+            work[v % work.size()] += batch->costs()(kForwardNs, v) + batch->costs()(kBackwardNs, v);
+    return work;
+}
+
 std::vector<int32_t> BatchMaker::run(int64_t first, int64_t size) {
     std::vector<int32_t> samples(size);
     std::iota(samples.begin(), samples.end(), static_cast<int32_t>(first));

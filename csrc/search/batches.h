@@ -31,6 +31,9 @@ struct MicroBatch {
 // A solution's micro-batches of one replica, in the order in which they enter the pipeline.
 using MicroBatches = std::vector<const MicroBatch*>;
 
+// Time of a replica's passes on each stage.
+std::vector<int64_t> work_of_stages(const Problem& problem, const MicroBatches& batches);
+
 // What may be chosen for a micro-batch.
 struct Freedom {
     std::vector<size_t> modes = {};  // all where none is named

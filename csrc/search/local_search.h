@@ -85,8 +85,8 @@ private:
     Mutations mutations_;
     std::vector<Solution> solutions_;  // that climb, the best first
     int64_t started_ = kUnreachable, given_ = 0, robustifying_ = 0;
-    double gained_ = 0,
-           gained_at_first_ = 0;  // share that the last part of the climb gained, now and before it went on
+    double gained_ = 0;           // share that the last part of the climb gained
+    double gained_at_first_ = 0;  // the same before it went on
     int64_t left_, most_depth_ = kUnreachable;
     bool by_default_;
     size_t made_for_starts_ = 0;  // micro-batches, which others may start with, too

@@ -268,10 +268,7 @@ bool Mutations::merge(std::vector<ReplicaState>& replicas, std::vector<size_t>& 
 
 // A virtual stage of the rank that works for the longest.
 size_t Mutations::busiest_stage(const ReplicaState& replica) {
-    std::vector<int64_t> work(problem_.stages(), 0);
-    for (const MicroBatch* batch : replica.micro_batches)
-        for (size_t v = 0; v < batch->modes.size(); ++v)
-            work[v % work.size()] += batch->costs()(kForwardNs, v) + batch->costs()(kBackwardNs, v);
+    const std::vector<int64_t> work = work_of_stages(problem_, replica.micro_batches);
     const size_t chunk = random_.below(problem_.chunks());
     return chunk * work.size() + (std::max_element(work.begin(), work.end()) - work.begin());
 }

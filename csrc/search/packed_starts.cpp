@@ -40,8 +40,8 @@ public:
         size_t built = 0;  // sizes of which rows fit
         for (size_t i = 0; i < sizes.size() && built < kRowSizes; ++i) {
             const int64_t before = fitting_;
-            begin_with(sizes[i]);
-            if (positions_.size() <= kManySamples) begin_with(sizes[i] * kHalfWay[0] / kHalfWay[1]);
+            start_with(sizes[i]);
+            if (positions_.size() <= kManySamples) start_with(sizes[i] * kHalfWay[0] / kHalfWay[1]);
             built += fitting_ > before;
         }
         for (size_t mode = 0; mode < problem_.modes.size() && !problem_.pipeline.forward_only; ++mode)
@@ -50,7 +50,7 @@ public:
     }
 
 private:
-    void begin_with(int64_t size);
+    void start_with(int64_t size);
     void uniform(size_t mode, int64_t size);
     int64_t evened(int64_t rows) const;
     bool cost(int64_t size);
@@ -73,7 +73,7 @@ private:
 };
 
 // Starts with rows of a size, which every sample has to have costs in.
-void Starts::begin_with(int64_t size) {
+void Starts::start_with(int64_t size) {
     if (!cost(size)) return;
     for (size_t fastest = 0; fastest < problem_.modes.size(); ++fastest)
         if (build(size, fastest)) break;

@@ -21,8 +21,8 @@ constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so ofte
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
 constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
 constexpr size_t kMostLeftOver = 500;  // micro-batches that no solution holds any more
-// A climb whose last part gained such a share goes on, so many times at most; of searches of which one is taken, the
-// one.
+// A climb whose last part gained such a share goes on, so many times at most: little is enough for the best search's,
+// much is asked of each that it is chosen from.
 constexpr double kGainsLittle = 0.005, kGainsMuch = 0.02;
 constexpr int64_t kMostLots = 30;
 // A climb has not ended whose last part gained such a share, or whose busiest stage waits for such a part of its work.
@@ -317,10 +317,7 @@ bool Search::recomputes() const {
 int64_t Search::busiest() const {
     int64_t most = 0;
     for (const ReplicaState& replica : best().replicas) {
-        std::vector<int64_t> work(problem_.stages(), 0);
-        for (const MicroBatch* batch : replica.micro_batches)
-            for (size_t v = 0; v < batch->modes.size(); ++v)
-                work[v % work.size()] += batch->costs()(kForwardNs, v) + batch->costs()(kBackwardNs, v);
+        const std::vector<int64_t> work = work_of_stages(problem_, replica.micro_batches);
         most = std::max(most, *std::max_element(work.begin(), work.end()));
     }
     return most;

@@ -116,7 +116,7 @@ def best(candidates: Sequence[Candidate], chosen: ScheduleSettings) -> tuple[Can
     """The candidate of the fastest schedule, and that schedule; None where none of them fits the memory.
 
     The default is searched, and others that are ahead of it where searches start: the one ahead of all and, if it is
-    near, the next. The default is left out if it begins far behind, the others if it follows a precedent.
+    near, the next. The default is left out if it starts far behind, the others if it follows a precedent.
 
     Raises:
         StallError: every order of one that is searched stalls.
@@ -143,25 +143,25 @@ def _promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     Pieces of one size that are cut for different modes are nearly the same; where the best size starts near another,
     starts do not tell which of them ends first.
     """
-    begins: dict[Candidate, float] = {}
+    starts: dict[Candidate, float] = {}
     for candidate in candidates:
-        least = min(begins.values(), default=inf)
+        least = min(starts.values(), default=inf)
         if candidate.takes(0) >= least:
             continue
         start = candidate.start(None if least == inf else int(least * (1 + NEAR)))
         if start is not None:
             margin = MARGIN_OF_FEW if start.rows <= FEW_ROWS else -LEAST_GAIN
-            begins[candidate] = candidate.takes(start.makespan_ns) * (1 + margin * candidate.is_default)
+            starts[candidate] = candidate.takes(start.makespan_ns) * (1 + margin * candidate.is_default)
     default = [candidate for candidate in candidates if candidate.is_default]
-    order = sorted(begins, key=begins.__getitem__)
+    order = sorted(starts, key=starts.__getitem__)
     if not order or order[0].is_default:
         return default
     ahead = order[0]
-    pieces, least = len(ahead.samples.ids), begins[ahead]
+    pieces, least = len(ahead.samples.ids), starts[ahead]
     near = [
         candidate
         for candidate in order
-        if len(candidate.samples.ids) != pieces and begins[candidate] <= least * (1 + NEAR)
+        if len(candidate.samples.ids) != pieces and starts[candidate] <= least * (1 + NEAR)
     ]
-    not_far = [candidate for candidate in default if begins.get(candidate, 0) <= least * (1 + FAR)]
+    not_far = [candidate for candidate in default if starts.get(candidate, 0) <= least * (1 + FAR)]
     return [ahead, *near[:1], *not_far]

@@ -59,7 +59,9 @@ def test_it_is_said_of_the_run_s_first_batch(settings) -> None:
     assert split[0] < 4 and f"to be {gain:.2f} times as fast" in told
     assert f"--dynapipe-layers-per-stage {split[0]},{split[1]} " in told
     fast = Correction(number=2, first_iteration=5, percents=((80, 80, 80), AS_THEY_ARE))  # encoder layers are shorter
-    assert "--dynapipe-layers-per-stage 6,2 " in source.better_split("train", fast)
+    split, _ = better_split(source.following("train", fast), source._samplers["train"].batch(0)) or ((), 0)
+    assert split[0] > 4
+    assert f"--dynapipe-layers-per-stage {split[0]},{split[1]} " in source.better_split("train", fast)
 
 
 def test_a_run_is_told_once(settings, caplog: pytest.LogCaptureFixture) -> None:
