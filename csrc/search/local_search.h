@@ -38,7 +38,8 @@ public:
     bool run(const std::vector<std::vector<Run>>& partitions, const PackedStarts& packed, int64_t most);
     // Climbs on from what `run` has found as long as every lot of as many evaluations gains such a share.
     void go_on(double least);
-    // Whether others would hardly come to another end: memory is plenty, or the climb has ended and no stage waits.
+    // Whether others would hardly come to another end, since memory is plenty or the climb has ended and no stage
+    // waits, or would take too long.
     bool is_at_an_end() const;
     // What has been found, as far as it goes.
     Found finished();

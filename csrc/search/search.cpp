@@ -25,6 +25,7 @@ constexpr size_t kMostLeftOver = 500;  // micro-batches that no solution holds a
 // much is asked of each that it is chosen from.
 constexpr double kGainsLittle = 0.005, kGainsMuch = 0.02;
 constexpr int64_t kMostLots = 30;
+constexpr size_t kDeepest = 16;  // stages: a schedule of more takes long, so they are searched once, and as far
 // A climb has not ended whose last part gained such a share, or whose busiest stage waits for such a part of its work.
 constexpr double kGainsAtTheEnd = 0.01, kWaits = 0.05;
 // A climb of cut samples ends after a part of its evaluations, and at least so many, that gained less than such a part.
@@ -106,6 +107,7 @@ Found Search::follow(const std::vector<std::vector<MicroBatches>>& plans, int64_
     left_ = by_default_ ? default_evaluations(problem_, solutions[0].rows()) : given;
     left_ = left_ * kFollowing.parts / kFollowing.of;
     climb(std::move(solutions));
+    gained_ = 0;  // it does not go on: what it follows is where others ended
     Found found = finished();
     return found.makespan <= expected + expected / kNearAtLast ? found : Found{};
 }
@@ -123,7 +125,8 @@ void Search::climb(std::vector<Solution> solutions) {
 }
 
 void Search::go_on(double least) {
-    for (int64_t lots = 0; by_default_ && gained_ > least && lots < kMostLots; ++lots) {
+    for (int64_t lots = 0; by_default_ && problem_.stages() <= kDeepest && gained_ > least && lots < kMostLots;
+         ++lots) {
         const int64_t before = best().objective();
         left_ = given_;
         improve(best(), given_);
@@ -324,7 +327,8 @@ int64_t Search::busiest() const {
 }
 
 bool Search::is_at_an_end() const {
-    return !recomputes() || (gained_at_first_ <= kGainsAtTheEnd && makespan() <= busiest() * (1 + kWaits));
+    if (problem_.stages() > kDeepest || !recomputes()) return true;
+    return gained_at_first_ <= kGainsAtTheEnd && makespan() <= busiest() * (1 + kWaits);
 }
 
 namespace {
@@ -352,7 +356,8 @@ std::optional<Start> start(const Problem& problem, CostCache& costs, StartingRow
                            const std::vector<std::vector<Run>>& partitions, int64_t most) {
     make_packed_rows(problem, costs, rows);
     Search search(problem, costs, rows.maker, problem.division, 0, 0);
-    const int64_t before_lighter = most < kUnreachable ? most + most / kNotFar : most;  // modes by stage come last
+    int64_t before_lighter = most;  // modes by stage come last, and make some much faster
+    if (most < kUnreachable && problem.stages() <= kDeepest) before_lighter += most / kNotFar;
     const std::vector<Solution> solutions = search.starts(partitions, rows.packed, before_lighter, kFewRows);
     if (solutions.empty()) return std::nullopt;
     return Start{solutions[0].slowest(), solutions[0].rows()};
