@@ -21,8 +21,7 @@ constexpr Budget kKept{100'000, 400};  // modes that keep more are tried so ofte
 constexpr int64_t kAccepted = 2000;    // worse by such a part is accepted at first
 constexpr int64_t kMostIdle = 1000;    // changes in a row that do not apply
 constexpr size_t kMostLeftOver = 500;  // micro-batches that no solution holds any more
-// A climb whose last part gained such a share goes on, so many times at most: little is enough for the best search's,
-// much is asked of each that it is chosen from.
+// A climb goes on whose last part gained such a share: little of the best search, much of those it is chosen from.
 constexpr double kGainsLittle = 0.005, kGainsMuch = 0.02;
 constexpr int64_t kMostLots = 30;
 constexpr size_t kDeepest = 16;  // stages: a schedule of more takes long, so they are searched once, and as far
@@ -125,8 +124,7 @@ void Search::climb(std::vector<Solution> solutions) {
 }
 
 void Search::go_on(double least) {
-    for (int64_t lots = 0; by_default_ && problem_.stages() <= kDeepest && gained_ > least && lots < kMostLots;
-         ++lots) {
+    for (int64_t lot = 0; by_default_ && problem_.stages() <= kDeepest && gained_ > least && lot < kMostLots; ++lot) {
         const int64_t before = best().objective();
         left_ = given_;
         improve(best(), given_);
